@@ -115,8 +115,8 @@ class Random:
 
 
 def fingerprint(array):
-    """64 bits that tell the contents of two arrays apart."""
-    return int.from_bytes(hashlib.blake2b(array.tobytes(), digest_size=8).digest(), "little")
+    """63 bits, an int64, that tell the contents of two arrays apart."""
+    return int.from_bytes(hashlib.blake2b(array.tobytes(), digest_size=8).digest(), "little") >> 1
 
 
 def smallest(key, n):
@@ -156,6 +156,8 @@ def read_bytes(path):
             raise DataError(f"{path}, offset {at} or later: damaged gzip ({e}); {again}") from None
     if not unzip.eof:
         raise DataError(f"{path}, offset {len(data)}: the gzip file ends early; {again}")
+    if extra := len(unzip.unused_data):
+        raise DataError(f"{path}, offset {len(data) - extra}: more than one gzip file; {again}")
     return b"".join(parts)
 
 
@@ -357,7 +359,7 @@ def surface_points(corners, u, name="mesh"):
     normal = ab[..., i] * ac[..., j] - ab[..., j] * ac[..., i]
     area = np.sqrt(np.einsum("bfi,bfi->bf", normal, normal))
     cdf = np.cumsum(area, -1, dtype=np.float64)
-    if not (cdf[:, -1] > 0).all():
+    if not area.any(-1).all():
         raise DataError(f"{name}: the surface has no area")
     face = weighted_choice(cdf / cdf[:, -1:], u[..., 0])[..., None]
     p, q = u[..., 1:2], u[..., 2:3]
@@ -891,9 +893,9 @@ def hold_out(train, test, fraction, seed):
     if gone := len(train) - len(keep):
         say(f"{gone} training sets identical to a test set are left out")
     twins, group = np.unique(train[keep], return_inverse=True)
-    count = round(fraction * len(twins))
-    if not 0 < count < len(twins):
-        raise DataError(f"valid={fraction}: leaves {count} of {len(twins)} sets for validation")
+    count = max(round(fraction * len(twins)), 1)
+    if not 0 < fraction < 1 or count >= len(twins):
+        raise DataError(f"valid={fraction}: cannot hold out that share of {len(twins)} sets")
     chosen = np.argsort(Random(np.arange(len(twins)), TWINS, seed).key)[:count]
     chosen = np.isin(group, chosen)
     return keep[~chosen], keep[chosen]
@@ -1175,7 +1177,7 @@ def _transfer(url, part, have, timeout):
         length = reply.headers.get("Content-Length")
         total = have + int(length) if length else None
         bar = Progress(url, total, have)
-        with open(part, "ab" if have else "wb") as f:
+        with open(part, "ab" if have else "wb", buffering=0) as f:
             while piece := reply.read1(1 << 16):
                 f.write(piece)
                 have += len(piece)
