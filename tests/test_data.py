@@ -482,11 +482,18 @@ def test_resampled_text_files_are_read_and_wrong_ones_named(tmp_path):
     assert some < {tuple(row) for row in table[:, :3]}
     (tmp_path / "modelnet40" / "night_stand_test.npz").unlink()
     path = folder / "night_stand" / "night_stand_0008.txt"
-    for text in ("1,2,3\n4,5", "1,2,3,4,5,x\n", "nan,1,2,3,4,5\n2,1,2,3,4,5\n", ""):
+    row = "1,2,3,4,5,6\n"
+    wrong = [(row + "1,2,3\n4,5", "line 2"), (row + row + "1,2,3,4,5,x\n", "line 3")]
+    for text, says in [
+        *wrong,
+        (row + "nan,1,2,3,4,5\n", "point 1"),
+        ("", "no numbers"),
+        (row, "points"),
+    ]:
         path.write_text(text)
         with pytest.raises(DataError) as error:
             data.load("modelnet", tmp_path, category="night_stand")
-        one_line(error, path)
+        one_line(error, path, says)
 
 
 def test_hdf5_copies_are_read(tmp_path):
