@@ -1156,7 +1156,7 @@ def fetch(url, path, check, *, timeout=30.0, tries=5, pause=1.0):
             if getattr(e, "code", 500) < 500 and e.code not in (408, 429):
                 raise DataError(f"{url}: {e}; name another address with --url") from None
             if getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
-                raise DataError(f"{part}: {e.strerror}; then run the same command again") from None
+                raise DataError(f"{part}: {e.strerror}; once mended, run it again") from None
             grew = part.exists() and part.stat().st_size > before
             trouble, failures = e, 0 if grew else failures + 1
     raise DataError(f"{url}: {trouble}, {tries} times; run the same command again to go on")
@@ -1164,26 +1164,23 @@ def fetch(url, path, check, *, timeout=30.0, tries=5, pause=1.0):
 
 def _transfer(url, part, have, timeout):
     """Append what is missing to `part`, or write it anew if the server cannot resume."""
-    headers = {"Range": f"bytes={have}-"} if have else {}
+    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     try:
-        reply = urllib.request.urlopen(
-            urllib.request.Request(url, headers=headers), timeout=timeout
-        )
+        reply = urllib.request.urlopen(request, timeout=timeout)
     except urllib.error.HTTPError as e:
-        if (
-            e.code == 416
-        ):  # nothing after `have`: whole already, or not this file; the check will say
-            return
-        raise
+        if e.code != 416:
+            raise
+        return  # nothing comes after `have`: the file is whole, or not this one; the check will say
     with reply:
         if not (reply.headers.get("Content-Range") or "").startswith(f"bytes {have}-"):
             have = 0
         length = reply.headers.get("Content-Length")
         total = have + int(length) if length else None
         bar = Progress(url, total, have)
-        with open(part, "ab" if have else "wb", buffering=0) as f:
+        with open(part, "ab" if have else "wb") as f:
             while piece := reply.read1(1 << 16):
                 f.write(piece)
+                f.flush()  # so that even a killed download can be taken up
                 have += len(piece)
                 bar.show(have)
     if total is not None and have < total:
@@ -1244,6 +1241,8 @@ def parse(argv=None):
     args = parser.parse_args(argv)
     if args.unpack and args.data == "mnist":
         parser.error("--unpack is for ModelNet: MNIST is read as it comes")
+    if args.tries < 1 or args.timeout <= 0:
+        parser.error(f"want --tries ≥ 1 and --timeout > 0, not {args.tries} and {args.timeout:g}")
     return args
 
 

@@ -835,6 +835,27 @@ def test_processes_share_the_batches_of_a_single_one(seed, epoch, share, world, 
                 assert torch.equal(one, all_[r::world])
 
 
+@pytest.mark.parametrize("points", [7, 60, (20, 60)])
+@pytest.mark.parametrize("source", ["mnist", "mnist series", "modelnet", "shapes", "series"])
+def test_a_set_is_drawn_the_same_alone_as_among_others(tmp_path, source, points):
+    make_mnist(tmp_path)
+    make_modelnet(tmp_path)
+    options = {
+        "mnist": {"name": "mnist"},
+        "mnist series": {"name": "mnist", "task": "temporal"},
+        "modelnet": {"name": "modelnet", "category": "chair,table"},
+        "shapes": {"category": "shapes", "task": "classify", "augment": True},
+        "series": {"task": "temporal"},
+    }[source]
+    split = data.load(root=tmp_path, points=points, **options).train
+    where = np.random.default_rng(0).permutation(len(split))[:30]
+    together = split.draw(where, seed=5, epoch=6)
+    for k in (0, 3, 7):
+        alone = split.draw(where[k : k + 1], seed=5, epoch=6)
+        for one, all_ in zip(alone, together):
+            assert one is all_ is None or (one[0] == all_[k]).all()
+
+
 @pytest.mark.parametrize("options", [{"workers": 1}, {"workers": 3}, {"batch_size": 7}])
 def test_the_sets_of_an_epoch_do_not_depend_on_workers_or_batch_size(options):
     split = data.load(points=5).valid
@@ -1217,7 +1238,8 @@ def test_help_names_every_option_with_its_default_and_wrong_usage_exits_2(capsys
         "--unpack",
     ):
         assert part in text
-    for wrong in (["imagenet"], [], ["mnist", "--unpack"]):
+    more = ["mnist", "--tries", "0"], ["mnist", "--timeout", "0"]
+    for wrong in (["imagenet"], [], ["mnist", "--unpack"], *more):
         with pytest.raises(SystemExit) as done:
             data.parse(wrong)
         assert done.value.code == 2
