@@ -1,0 +1,544 @@
+"""Permutation-equivariant vector fields on sets, their exact traces, and discrete baselines.
+
+    paper                                                  here
+    ---------------------------------------------------    -----------------------------------
+    Sec. 4.1, f(x) = σ(λIx + γ pool(x)); Table 3, FC ...   DeepSetsField
+    Sec. 4.1, self-attention; Table 3, K, Q, V             AttentionField
+    App. C.3, CCS(x, z, t); Table 3, Concatsquash × 4      ConcatSquashField
+    Eq. 5, 8, Tr(∂f/∂z)                                    Field.value_and_trace
+    Table 1, DeepSets and Set Transformer                  DeepSets, SetTransformer
+
+x is `(..., n, d)`: a set of n points, leading axes are batch. mask is `(..., n)`, True where a
+point exists; a padded point changes nothing for the others and does not move. t is 0-dim, or has
+the batch axes. context is `(..., c)`, one vector per set.
+
+Departures from the paper:
+  - Traces are exact. For point i only ∂fᵢ/∂xᵢ counts, and it follows from d tangents per point:
+    push the d unit vectors through the per-point networks, let the query's tangent act on every
+    key, and the key's and value's only on their own (`AttentionField.value_and_trace`).
+  - `time=True` feeds t to the first layers; the authors' fields ignore it. `context` likewise.
+  - ConcatSquash has a bias in its gate and none in its shift, as in the text (the table differs).
+  - TransformerField is ours: residual attention layers that read t, for training by matching.
+"""
+
+import math
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# ----------------------------------------------------------------------------------- small parts
+
+
+class Tanh(torch.autograd.Function):
+    """y = tanh x and its slope 1 − y².
+
+    On a CPU in float32, tanh x = 2σ(2x) − 1 takes a third of the time of torch.tanh.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        fast = x.dtype == torch.float32 and x.device.type == "cpu"
+        y = torch.sigmoid(2 * x).mul_(2).sub_(1) if fast else torch.tanh(x)
+        return y, torch.addcmul(torch.ones((), dtype=x.dtype, device=x.device), y, y, value=-1)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*output)
+        ctx.save_for_forward(*output)
+
+    @staticmethod
+    def backward(ctx, gy, gs):  # dy = s dx and ds = −2y dy
+        y, s = ctx.saved_tensors
+        return torch.addcmul(gy, y, gs, value=-2) * s
+
+    @staticmethod
+    def jvp(ctx, dx):
+        y, s = ctx.saved_tensors
+        return s * dx, -2 * y * s * dx
+
+
+def tanh(x):
+    return Tanh.apply(x)[0]
+
+
+def widths(hidden):
+    """Hidden widths as a tuple; one number stands for two layers of that width."""
+    hidden = (hidden, hidden) if isinstance(hidden, int) else tuple(hidden)
+    if not hidden or not all(isinstance(width, int) and width > 0 for width in hidden):
+        raise ValueError(f"hidden must be positive widths such as (128, 128), not {hidden}")
+    return hidden
+
+
+def check_set(x, dim, mask=None):
+    """Raise a ValueError unless x is (..., n, dim) with n > 0 and mask, if any, fits it."""
+    if x.dim() < 2 or x.shape[-1] != dim:
+        raise ValueError(f"x must be (..., points, {dim}), not {tuple(x.shape)}")
+    if x.shape[-2] == 0:
+        raise ValueError(f"x must hold at least one point per set, but is {tuple(x.shape)}")
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:-1]):
+        raise ValueError(
+            f"mask must be bool of shape {tuple(x.shape[:-1])}, True where a point exists, "
+            f"not {mask.dtype} of shape {tuple(mask.shape)}"
+        )
+
+
+def check_values(x, mask=None):
+    """Raise a ValueError for NaN, infinity or a set without points; where a look is no wait."""
+    if x.device.type != "cpu":
+        return
+    if mask is not None and not mask.any(-1).all():
+        raise ValueError("mask must leave every set at least one point, but some have none")
+    if not torch.isfinite(keep(x, mask)).all():
+        raise ValueError("x must be finite, but holds NaN or infinity")
+
+
+def keep(x, mask):
+    """x where a point exists, 0 elsewhere."""
+    return x if mask is None else torch.where(mask[..., None], x, 0)
+
+
+def split_heads(x, heads):
+    return x.unflatten(-1, (heads, -1)).transpose(-2, -3)  # (..., heads, n, width / heads)
+
+
+def merge_heads(x):
+    return x.transpose(-2, -3).flatten(-2)
+
+
+def attend(q, k, v, mask=None):
+    """softmax(q kᵀ / √h) v over the points that exist."""
+    mask = None if mask is None else mask[..., None, None, :]
+    return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+def attention_weights(q, k, mask=None):
+    """A = softmax(q kᵀ / √h), with weight 0 on padded points."""
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if mask is not None:
+        scores = scores.masked_fill(~mask[..., None, None, :], torch.finfo(scores.dtype).min)
+    return torch.softmax(scores, -1)
+
+
+class PointNetwork(nn.Module):
+    """Linear, tanh, Linear, …: one network for every point. The first layer also sees (t, context).
+
+    `with_tangents` returns J e beside the value, for p tangents e `(..., n, p, d)` per point, or
+    for the d unit vectors if e is None.
+    """
+
+    def __init__(self, dim, hidden, extra=0):
+        super().__init__()
+        sizes = (dim, *hidden)
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:]))
+        self.extra = nn.Linear(extra, hidden[0], bias=False) if extra else None
+
+    def first(self, x, extra):
+        h = self.layers[0](x)
+        return h if extra is None else h + self.extra(extra)
+
+    def forward(self, x, extra=None):
+        h = self.first(x, extra)
+        for layer in self.layers[1:]:
+            h = layer(tanh(h))
+        return h
+
+    def with_tangents(self, x, extra=None, e=None):
+        first, *rest = self.layers
+        h, dh = self.first(x, extra), first.weight.T if e is None else e @ first.weight.T
+        for layer in rest:
+            y, slope = Tanh.apply(h)
+            h = layer(y)
+            if dh.dim() == 2:  # unit vectors: W (s ⊙ δ) = (W ⊙ δ) s, one product for all points
+                weight = (layer.weight * dh[:, None]).flatten(0, 1)  # (d w', w)
+                dh = F.linear(slope, weight).unflatten(-1, (len(dh), -1))
+            else:
+                dh = (dh * slope[..., None, :]) @ layer.weight.T
+        return h, dh.expand(*x.shape[:-1], *dh.shape[-2:])
+
+
+def pool_max(h, mask=None):
+    """max over the points that exist and the index that attains it, `(..., 1, w)` each."""
+    if mask is not None:
+        h = h.masked_fill(~mask[..., None], torch.finfo(h.dtype).min)
+    return h.max(-2, keepdim=True)
+
+
+def pool_mean(h, mask=None):
+    if mask is None:
+        return h.mean(-2, keepdim=True)
+    return keep(h, mask).sum(-2, keepdim=True) / count(h, mask)[..., None, None]
+
+
+def count(x, mask=None):
+    """How many points each set has, at least 1, in x's precision."""
+    if mask is None:
+        return torch.full(x.shape[:-2], x.shape[-2], dtype=x.dtype, device=x.device)
+    return mask.sum(-1).clamp(min=1).to(x.dtype)
+
+
+class PointNorm(nn.BatchNorm1d):
+    """Batch normalisation over all points of all sets, padded ones left out."""
+
+    def forward(self, x, mask=None):
+        if mask is None or not self.training:
+            return super().forward(x.flatten(0, -2)).view_as(x)
+        weight = mask[..., None].to(x.dtype) / mask.sum()
+        axes = tuple(range(x.dim() - 1))
+        mean = (weight * x).sum(axes)
+        var = (weight * (x - mean) ** 2).sum(axes)
+        with torch.no_grad():
+            points = mask.sum()
+            self.num_batches_tracked += 1
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(var * points / (points - 1).clamp(min=1), self.momentum)
+        return (x - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias
+
+
+# ---------------------------------------------------------------------------------------- fields
+
+
+class Field(nn.Module):
+    """dx = f(t, x), equivariant in the points of x."""
+
+    def __init__(self, dim, time=False, context=0):
+        super().__init__()
+        self.dim, self.time, self.context = dim, time, context
+
+    def enter(self, t, x, mask, context):
+        """x without its padding, and (t, context) as `(..., 1, time + c)` for the first layers."""
+        check_set(x, self.dim, mask)
+        given = 0 if context is None else context.shape[-1]
+        if given != self.context:
+            raise ValueError(f"context must have {self.context} numbers per set, not {given}")
+        extra = [] if context is None else [context[..., None, :]]
+        if self.time:
+            t = torch.as_tensor(t, dtype=x.dtype, device=x.device)
+            extra.insert(0, t.expand(x.shape[:-2])[..., None, None])
+        return keep(x, mask), torch.cat(extra, -1) if extra else None
+
+    def value_and_jvp(self, t, x, e, mask=None, context=None):
+        """f and J e for tangents e `(p, ..., n, d)`; by forward-mode differentiation."""
+
+        def push(e):
+            return torch.func.jvp(lambda x: self(t, x, mask, context), (x,), (e,))
+
+        with sdpa_kernel(SDPBackend.MATH):  # the fused kernel has no forward mode
+            return torch.func.vmap(push, out_dims=(None, 0))(keep(e, mask))
+
+    def value_and_trace(self, t, x, mask=None, context=None):
+        """f and tr ∂f/∂x per set, from n·d tangents, 64 at a time."""
+        n, d = x.shape[-2:]
+        trace, basis = 0, torch.eye(n * d, dtype=x.dtype, device=x.device).view(n * d, n, d)
+        for e in basis.split(64):
+            e = e.view(len(e), *[1] * (x.dim() - 2), n, d).expand(len(e), *x.shape)
+            dx, je = self.value_and_jvp(t, x, e, mask, context)
+            trace = trace + (e * je).sum((0, -2, -1))
+        return dx, trace
+
+
+class DeepSetsField(Field):
+    """f(x)ᵢ = W (hᵢ − poolⱼ hⱼ),  h = network(x)."""
+
+    def __init__(self, dim, hidden=512, pool="max", time=False, context=0):
+        super().__init__(dim, time, context)
+        if pool not in ("max", "mean"):
+            raise ValueError(f"pool must be 'max' or 'mean', not {pool!r}")
+        hidden, self.pool = widths(hidden), pool
+        self.network = PointNetwork(dim, hidden, time + context)
+        self.out = nn.Linear(hidden[-1], dim)
+
+    def forward(self, t, x, mask=None, context=None):
+        x, extra = self.enter(t, x, mask, context)
+        h = self.network(x, extra)
+        pooled = pool_mean(h, mask) if self.pool == "mean" else pool_max(h, mask).values
+        return keep(self.out(h - pooled), mask)
+
+    def value_and_trace(self, t, x, mask=None, context=None):
+        """δfᵢ = W (δhᵢ − [i attains the maximum] δhᵢ), or W (1 − 1/n) δhᵢ for the mean."""
+        x, extra = self.enter(t, x, mask, context)
+        h, dh = self.network.with_tangents(x, extra)
+        dh = keep((dh * self.out.weight).sum(-2), mask)  # (..., n, w): Σₐ Wₐ δₐh
+        trace = dh.sum((-2, -1))
+        if self.pool == "mean":
+            pooled = pool_mean(h, mask)
+            trace = trace * (1 - 1 / count(x, mask))
+        else:
+            pooled, index = pool_max(h, mask)
+            trace = trace - dh.gather(-2, index).sum((-2, -1))
+        return keep(self.out(h - pooled), mask), trace
+
+
+class AttentionField(Field):
+    """f(x) = W tanh(q + softmax(q kᵀ / √h) v),  q, k, v = three networks of x, in several heads."""
+
+    def __init__(self, dim, hidden=128, heads=4, time=False, context=0):
+        super().__init__(dim, time, context)
+        hidden, self.heads = widths(hidden), heads
+        if heads < 1 or hidden[-1] % heads:
+            raise ValueError(f"heads must divide the width {hidden[-1]}, but is {heads}")
+        self.q, self.k, self.v = (PointNetwork(dim, hidden, time + context) for _ in range(3))
+        self.out = nn.Linear(hidden[-1], dim)
+
+    def forward(self, t, x, mask=None, context=None):
+        x, extra = self.enter(t, x, mask, context)
+        q, k, v = (split_heads(net(x, extra), self.heads) for net in (self.q, self.k, self.v))
+        return keep(self.out(tanh(merge_heads(q + attend(q, k, v, mask)))), mask)
+
+    def value_and_jvp(self, t, x, e, mask=None, context=None):
+        """δs = (δq kᵀ + q δkᵀ)/√h,  δA = A (δs − Σ A δs),  δr = δq + δA v + A δv."""
+        x, extra = self.enter(t, x, mask, context)
+        e = keep(e, mask).movedim(0, -2)
+        pairs = [net.with_tangents(x, extra, e) for net in (self.q, self.k, self.v)]
+        q, k, v = (split_heads(h, self.heads) for h, _ in pairs)
+        dq, dk, dv = (split_heads(dh.movedim(-2, 0), self.heads) for _, dh in pairs)
+        a = attention_weights(q, k, mask)
+        o = a @ v
+        da = a * ((dq @ k.mT + q @ dk.mT) / math.sqrt(q.shape[-1]))
+        dr = dq + (da @ v - da.sum(-1, keepdim=True) * o) + a @ dv
+        y, slope = Tanh.apply(merge_heads(q + o))
+        df = (merge_heads(dr) * slope) @ self.out.weight.T
+        return keep(self.out(y), mask), keep(df, mask)
+
+    def value_and_trace(self, t, x, mask=None, context=None):
+        """As above for the d unit vectors of point i, where δk and δv are 0 but at j = i."""
+        x, extra = self.enter(t, x, mask, context)
+        (q, dq), (k, dk), (v, dv) = (
+            net.with_tangents(x, extra) for net in (self.q, self.k, self.v)
+        )
+        a = attention_weights(split_heads(q, self.heads), split_heads(k, self.heads), mask)
+        y, slope = Tanh.apply(q + merge_heads(a @ split_heads(v, self.heads)))
+        trace = AttentionTrace.apply(a, q, k, v, dq, dk, dv, self.out.weight, keep(slope, mask))
+        return keep(self.out(y), mask), trace.sum(-1)
+
+
+class AttentionTrace(torch.autograd.Function):
+    """Σₐ cₐᵢ·δₐrᵢ for every point i, where cₐ = Wₐ ⊙ slope = ∂fₐ/∂r and, for tangent a of point i,
+
+    δsᵢⱼ = (δqᵢ·kⱼ + [i=j] qᵢ·δkᵢ)/√h,  δAᵢⱼ = Aᵢⱼ (δsᵢⱼ − Σₗ Aᵢₗ δsᵢₗ),
+    δrᵢ = δqᵢ + Σⱼ δAᵢⱼ vⱼ + Aᵢᵢ δvᵢ.
+
+    One head and one tangent at a time, there and back, so that no n × n matrix but A is kept.
+    Points are `(..., n, w)`, tangents `(..., n, d, w)`, A is `(..., heads, n, n)`.
+    """
+
+    @staticmethod
+    def forward(ctx, a, q, k, v, dq, dk, dv, weight, slope):
+        ctx.save_for_backward(a, q, k, v, dq, dk, dv, weight, slope)
+        trace = torch.zeros_like(q[..., 0])
+        for i, w in enumerate(weight):
+            c = w * slope
+            trace += (c * dq[..., i, :]).sum(-1)
+            for head, part in enumerated_heads(a, q):
+                own = head.diagonal(dim1=-2, dim2=-1)
+                trace += own * (c[..., part] * dv[..., i, part]).sum(-1)
+                p, s = pair(head, c[..., part], v[..., part], q[..., part], k[..., part],
+                            dq[..., i, part], dk[..., i, part])  # fmt: skip
+                trace += p.mul_(s).mul_(head).sum(-1)
+        return trace
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):  # g is (..., n)
+        a, q, k, v, dq, dk, dv, weight, slope = ctx.saved_tensors
+        g = g[..., None]
+        ga, gq, gk, gv, gslope = map(torch.zeros_like, (a, q, k, v, slope))
+        gdq, gdk, gdv, gweight = map(torch.empty_like, (dq, dk, dv, weight))
+        for i, w in enumerate(weight):
+            c = w * slope
+            gc, gdq[..., i, :] = g * dq[..., i, :], g * c
+            for (head, part), ghead in zip(enumerated_heads(a, q), ga.unbind(-3)):
+                ci, vi, qi, ki = (x[..., part] for x in (c, v, q, k))
+                dqi, dki, dvi = (x[..., i, part] for x in (dq, dk, dv))
+                own = g * head.diagonal(dim1=-2, dim2=-1)[..., None]
+                p, s = pair(head, ci, vi, qi, ki, dqi, dki)
+                s -= (head * s).sum(-1, keepdim=True)
+                ghead += p * s * g
+                ghead.diagonal(dim1=-2, dim2=-1).add_((g * ci * dvi).sum(-1))
+                gp, gs = s.mul_(head).mul_(g), p.mul_(head).mul_(g / math.sqrt(ki.shape[-1]))
+                gc[..., part] += gp @ vi + own * dvi
+                gv[..., part] += gp.mT @ ci
+                gdq[..., i, part] += gs @ ki
+                gk[..., part] += gs.mT @ dqi
+                diagonal = gs.diagonal(dim1=-2, dim2=-1)[..., None]
+                gq[..., part] += diagonal * dki
+                gdk[..., i, part] = diagonal * qi
+                gdv[..., i, part] = own * ci
+            gslope += gc * w
+            gweight[i] = (gc * slope).flatten(0, -2).sum(0)
+        return ga, gq, gk, gv, gdq, gdk, gdv, gweight, gslope
+
+
+def enumerated_heads(a, q):
+    """Each head's weights `(..., n, n)` and its part of the width."""
+    width = q.shape[-1] // a.shape[-3]
+    for h, head in enumerate(a.unbind(-3)):
+        yield head, slice(h * width, (h + 1) * width)
+
+
+def pair(a, c, v, q, k, dq, dk):
+    """cᵢ·vⱼ − Σₗ Aᵢₗ cᵢ·vₗ and δsᵢⱼ, `(..., n, n)` each."""
+    p, s = c @ v.mT, dq @ k.mT
+    s.diagonal(dim1=-2, dim2=-1).add_((q * dk).sum(-1))
+    s /= math.sqrt(k.shape[-1])
+    return p.sub_((a * p).sum(-1, keepdim=True)), s
+
+
+class ConcatSquash(nn.Module):
+    """CCS(x, z, t) = (W x + b) σ(W_g (t, z) + b_g) + W_s (t, z)."""
+
+    def __init__(self, inputs, outputs, extra):
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+        self.gate = nn.Linear(extra, outputs)
+        self.shift = nn.Linear(extra, outputs, bias=False)
+
+    def forward(self, x, extra):
+        """The value, and the gate that its tangents share."""
+        gate = torch.sigmoid(self.gate(extra))
+        return self.linear(x) * gate + self.shift(extra), gate
+
+
+class ConcatSquashField(Field):
+    """Four concat-squash layers with tanh between: each point moves by itself, given t and z."""
+
+    def __init__(self, dim, hidden=(512, 512, 512), context=0):
+        super().__init__(dim, time=True, context=context)
+        sizes = (dim, *widths(hidden), dim)
+        layers = (ConcatSquash(a, b, 1 + context) for a, b in zip(sizes, sizes[1:]))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, t, x, mask=None, context=None):
+        h, extra = self.enter(t, x, mask, context)
+        for i, layer in enumerate(self.layers):
+            h, _ = layer(tanh(h) if i else h, extra)
+        return keep(h, mask)
+
+    def value_and_trace(self, t, x, mask=None, context=None):
+        """δh = gate ⊙ W (slope ⊙ δh) for the d unit vectors of each point."""
+        h, extra = self.enter(t, x, mask, context)
+        dh = torch.eye(self.dim, dtype=x.dtype, device=x.device)  # (..., n, d tangents, width)
+        for i, layer in enumerate(self.layers):
+            if i:
+                h, slope = Tanh.apply(h)
+                dh = dh * slope[..., None, :]
+            h, gate = layer(h, extra)
+            dh = dh @ layer.linear.weight.T * gate[..., None, :]
+        trace = dh.diagonal(dim1=-2, dim2=-1).sum(-1).expand(x.shape[:-1])
+        return keep(h, mask), keep(trace[..., None], mask).sum((-2, -1))
+
+
+class TransformerLayer(nn.Module):
+    """x + attention(norm(x)), then x + network(norm(x)); a condition is added before each norm."""
+
+    def __init__(self, width, heads, extra):
+        super().__init__()
+        self.heads = heads
+        self.condition = nn.Linear(extra, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.merge = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.network = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, x, extra, mask=None):
+        x = x + self.condition(extra)
+        q, k, v = (split_heads(h, self.heads) for h in self.qkv(self.norms[0](x)).chunk(3, -1))
+        x = x + self.merge(merge_heads(attend(q, k, v, mask)))
+        return x + self.network(self.norms[1](x))
+
+
+class TransformerField(Field):
+    """Residual attention layers that read t and the context: ours, for training by matching.
+
+    Its trace has no shortcut: Hutchinson's estimate, or n·d tangents for the exact one.
+    """
+
+    def __init__(self, dim, width=128, layers=4, heads=4, context=0):
+        super().__init__(dim, time=True, context=context)
+        if heads < 1 or width % heads:
+            raise ValueError(f"heads must divide the width {width}, but is {heads}")
+        frequencies = 2.0 ** torch.arange(6) * math.pi
+        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.condition = nn.Sequential(nn.Linear(13 + context, width), nn.SiLU())
+        self.enter_width = nn.Linear(dim, width)
+        self.layers = nn.ModuleList(TransformerLayer(width, heads, width) for _ in range(layers))
+        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, dim)
+
+    def forward(self, t, x, mask=None, context=None):
+        x, extra = self.enter(t, x, mask, context)
+        waves = extra[..., :1] * self.frequencies.to(x.dtype)
+        extra = self.condition(torch.cat([extra, waves.sin(), waves.cos()], -1))
+        h = self.enter_width(x)
+        for layer in self.layers:
+            h = layer(h, extra, mask)
+        return keep(self.out(self.norm(h)), mask)
+
+
+# ------------------------------------------------------------------------- baselines of Table 1
+
+
+class DeepSets(nn.Module):
+    """Zaheer et al. (2017): three layers tanh(W (x − max x) + b), max over points, two layers."""
+
+    def __init__(self, in_dim, classes, width=256, dropout=0.5):
+        super().__init__()
+        sizes = (in_dim, width, width, width)
+        self.in_dim = in_dim
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:]))
+        self.head = nn.Sequential(
+            nn.Dropout(dropout), nn.Linear(width, width), nn.Tanh(),
+            nn.Dropout(dropout), nn.Linear(width, classes),
+        )  # fmt: skip
+
+    def forward(self, x, mask=None):
+        check_set(x, self.in_dim, mask)
+        x = keep(x, mask)
+        for layer in self.layers:
+            x = tanh(layer(x - pool_max(x, mask).values))
+        return self.head(pool_max(x, mask).values[..., 0, :])
+
+
+class AttentionBlock(nn.Module):
+    """MAB(x, y) of Lee et al. (2019): h = q + attention(q, k(y), v(y)), then h + relu(W h + b)."""
+
+    def __init__(self, x_dim, y_dim, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.q, self.k = nn.Linear(x_dim, width), nn.Linear(y_dim, width)
+        self.v, self.out = nn.Linear(y_dim, width), nn.Linear(width, width)
+
+    def forward(self, x, y, mask=None):  # mask is of y
+        q = self.q(x)
+        k, v = (split_heads(layer(y), self.heads) for layer in (self.k, self.v))
+        h = q + merge_heads(attend(split_heads(q, self.heads), k, v, mask))
+        return h + torch.relu(self.out(h))
+
+
+class SetTransformer(nn.Module):
+    """Lee et al. (2019): two ISABs of 32 inducing points, pooling by attention with one seed."""
+
+    def __init__(self, in_dim, classes, width=256, heads=4, inducing=32, dropout=0.5):
+        super().__init__()
+        self.in_dim = in_dim
+        points = [nn.init.xavier_uniform_(torch.empty(inducing, width)) for _ in range(2)]
+        self.inducing = nn.ParameterList(points)
+        self.gather = nn.ModuleList(AttentionBlock(width, d, width, heads) for d in (in_dim, width))
+        self.spread = nn.ModuleList(AttentionBlock(d, width, width, heads) for d in (in_dim, width))
+        self.seed = nn.Parameter(nn.init.xavier_uniform_(torch.empty(1, width)))
+        self.pool = AttentionBlock(width, width, width, heads)
+        self.dropout, self.head = nn.Dropout(dropout), nn.Linear(width, classes)
+
+    def forward(self, x, mask=None):
+        check_set(x, self.in_dim, mask)
+        x = keep(x, mask)
+        for points, gather, spread in zip(self.inducing, self.gather, self.spread):
+            summary = gather(points.expand(*x.shape[:-2], *points.shape), x, mask)
+            x = spread(x, summary)
+        seed = self.seed.expand(*x.shape[:-2], *self.seed.shape)
+        pooled = self.pool(seed, self.dropout(x), mask)[..., 0, :]
+        return self.head(self.dropout(pooled))
