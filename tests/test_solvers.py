@@ -278,7 +278,11 @@ def test_gradients_agree_for_complex_states_and_parameters(solve, state, weight)
         return dy if y.is_complex() else dy.real
 
     grads = partial(differentiate, f=f, ts=[0, 0.5, 1], params=[w], y0=y0)
-    close(grads(solve), grads(backprop), 1e-5)
+    if solve is adjoint and w.is_complex() and not y0.is_complex():
+        with pytest.raises(ValueError, match="must be real for a real y0"):
+            grads(solve)
+    else:
+        close(grads(solve), grads(backprop), 1e-5)
 
 
 @pytest.mark.parametrize(
