@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import data
+import meshes
 from data import DataError, Random
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -274,7 +275,7 @@ decimal = st.one_of(
 @given(st.lists(decimal, min_size=1))
 def test_numbers_are_read_as_python_reads_them(tokens):
     text = " ".join(tokens).encode() + b"\n"
-    assert data.read_numbers(text).tolist() == [float(t) for t in tokens]
+    assert meshes.read_numbers(text).tolist() == [float(t) for t in tokens]
 
 
 @given(
@@ -282,7 +283,7 @@ def test_numbers_are_read_as_python_reads_them(tokens):
 )
 def test_what_is_not_a_number_is_refused(before, wrong, after):
     with pytest.raises(ValueError, match=r"unmatched data|without a blank"):
-        data.read_numbers(" ".join([*before, wrong, *after]).encode() + b"\n")
+        meshes.read_numbers(" ".join([*before, wrong, *after]).encode() + b"\n")
 
 
 @st.composite
@@ -478,7 +479,7 @@ def test_resampled_text_files_are_read_and_wrong_ones_named(tmp_path):
     table = np.loadtxt(
         folder / "night_stand" / "night_stand_0007.txt", delimiter=",", dtype=np.float32
     )
-    some = {tuple(row) for row in data._some_points(table, "a table", 2048)}
+    some = {tuple(row) for row in meshes._some_points(table, "a table", 2048)}
     assert len(some) == 2048
     assert some < {tuple(row) for row in table[:, :3]}
     (tmp_path / "modelnet40" / "night_stand_test.npz").unlink()
