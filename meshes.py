@@ -1,12 +1,12 @@
 """Shapes from disk: every common copy of ModelNet, and points on the surface of a mesh.
 
-    Sec. 4.2, 4.3  ModelNet40 point clouds   modelnet_points, surface_points
+    Secs. 4.2, 4.3  ModelNet40 point clouds   modelnet_points: (N, m, 3) of one category and split
 
-Shapes: vertices are `(V, 3)`, triangles `(F, 3)`, a cloud `(m, 3)`, clouds `(N, m, 3)`.
+Shapes: vertices `(V, 3)`, triangles `(F, 3)`, corners `(..., F, 3, 3)`; one cloud `(m, 3)`.
 
 Departures from the paper
-- Its own HDF5 file is not to be had any more, so any copy of ModelNet serves; every shape is
-  centred and scaled to radius 1, whatever its units were.
+- Its own HDF5 file is hard to find, so any copy serves: `COPIES`, in the order of preference.
+- Copies differ in their units: each shape is centred and scaled to radius 1.
 """
 
 import contextlib
@@ -38,14 +38,19 @@ MODELNET10 = (
     "toilet",
 )
 STORED = 2048  # points kept of each shape in the cache
+LARGEST = 1 << 30  # bytes of a file within a zip: ModelNet's meshes stay far below
+UNREADABLE = (OSError, ValueError, LookupError, EOFError, MemoryError, RuntimeError)
+UNREADABLE += (zipfile.BadZipFile, zlib.error)
 
 
 class DataError(ValueError):
     """Data that is missing or wrong: one line naming the place, the fault and the way out."""
 
 
-def say(text):
-    print(f"data: {text}", file=sys.stderr, flush=True)
+def say(text, end="\n"):
+    """A line on stderr; on a terminal it takes the place of one that ended with "\\r"."""
+    clear = "\033[K" if sys.stderr.isatty() else ""
+    print(f"data: {text}{clear}", end=end, file=sys.stderr, flush=True)
 
 
 class Progress:
@@ -60,10 +65,8 @@ class Progress:
         if self.total and now - self.shown > (0.5 if terminal else 10):
             self.shown = now
             left = (now - self.started) * (self.total - done) / max(done - self.first, 1)
-            text = f"data: {self.label}: {done / self.total:.0%}, {left:.0f} s left"
-            print(text, end="\033[K\r" if terminal else "\n", file=sys.stderr, flush=True)
-        if terminal and done == self.total:
-            print(end="\033[K", file=sys.stderr, flush=True)
+            text = f"{self.label}: {done / self.total:.0%}, {left:.0f} s left"
+            say(text, end="\r" if terminal and done < self.total else "\n")
 
 
 def fingerprint(array):
@@ -100,10 +103,11 @@ def read_numbers(text, ends=None):
     token = np.searchsorted(ends, dots)
     with contextlib.suppress(ValueError):
         digits = np.fromstring(text.replace(b".", b""), np.int64, sep=" ")
-        simple = len(digits) == len(ends) and (np.diff(token) > 0).all()
         places = np.zeros(len(ends), np.int64)
         places[token] = ends[token] - dots - 1
-        if simple and max(np.abs(digits).max(initial=0) / 1e15, places.max(initial=0) / 23) < 1:
+        one_each = len(digits) == len(ends) and (np.diff(token) > 0).all()
+        exact = digits.max(initial=0) < 1e15 and digits.min(initial=0) > -1e15
+        if one_each and exact and places.max(initial=0) < len(TENS):
             return digits / TENS[places]
     numbers = np.fromstring(text, sep=" ")
     if len(numbers) != len(ends):
@@ -114,27 +118,26 @@ def read_numbers(text, ends=None):
 def read_off(data, name):
     """Vertices (V, 3) and triangles (F, 3) of an OFF mesh; polygons are fanned from a corner."""
     data = re.sub(rb"#[^\n]*", b"", data) + b"\n"
-    head = re.match(rb"\s*OFF\s*(\d+)[ \t]+(\d+)(?:[ \t]+\d+)?[ \t\r]*\n", data)
+    head = re.match(rb"\s*OFF\s*(\d{1,18})[ \t]+(\d{1,18})(?:[ \t]+\d+)?[ \t\r]*\n", data)
     if not head:
         raise DataError(f"{name}, line 1: not an OFF mesh: it begins with {data[:20]!r}")
-    vertices, faces = int(head[1]), int(head[2])
-    ends = token_ends(data[head.end() - 1 :]) + head.end() - 1
+    vertices, faces, start = int(head[1]), int(head[2]), head.end()
     if not vertices or not faces:
-        raise DataError(f"{name}, line {data.count(10, 0, head.end())}: the mesh has no faces")
+        raise DataError(f"{name}, line {data.count(10, 0, start)}: the mesh has no faces")
+    ends = token_ends(data[start - 1 :]) + start - 1
     if len(ends) < 3 * vertices:
         line = data.rstrip().count(10) + 1
         raise DataError(f"{name}, line {line}: ends after {len(ends) // 3} of {vertices} vertices")
     cut = int(ends[3 * vertices - 1])
-    text = data[head.end() : cut + 1]
     try:
-        v = read_numbers(text, ends[: 3 * vertices] - head.end())
+        v = read_numbers(data[start : cut + 1], ends[: 3 * vertices] - start)
     except ValueError:
         v = np.array([np.nan])
     if not np.isfinite(v).all():
-        raise DataError(f"{name}, {_bad_line(text, data.count(10, 0, head.end()) + 1)}")
-    f = _uniform_faces(data[cut:], faces, len(ends) - 3 * vertices, vertices)
+        raise DataError(f"{name}, {_bad_line(data[start:cut], data.count(10, 0, start) + 1)}")
+    f = _equal_faces(data[cut:], faces, vertices)
     if f is None:
-        f = _mixed_faces(data[cut:], faces, vertices, name, data.count(10, 0, cut) + 1)
+        f = _any_faces(data[cut:], faces, vertices, name, data.count(10, 0, cut) + 1)
     return v.reshape(-1, 3), f
 
 
@@ -151,48 +154,40 @@ def _bad_line(text, first=1, columns=None):
     return f"line {first}: no numbers in it"
 
 
-def _uniform_faces(text, faces, tokens, vertices):
+def _equal_faces(text, faces, vertices):
     """Triangles of a block whose faces all have the same number of corners, None of any other."""
-    if tokens % faces:
-        return None
     try:
-        f = np.fromstring(text, np.int64, sep=" ").reshape(faces, -1)
+        size, *corners = np.fromstring(text, np.int64, sep=" ").reshape(faces, -1).T
     except ValueError:
         return None
-    corners = f.shape[1] - 1
-    if (
-        corners < 3
-        or (f[:, 0] != corners).any()
-        or f[:, 1:].min() < 0
-        or f[:, 1:].max() >= vertices
-    ):
+    low, high = np.min(corners, initial=0), np.max(corners, initial=0)
+    if len(corners) < 3 or (size != len(corners)).any() or low < 0 or high >= vertices:
         return None
-    first, last = f[:, 1:2].repeat(corners - 2, 1), f[:, 3:]
-    return np.stack([first, f[:, 2:-1], last], -1).reshape(-1, 3)
+    fan = [(corners[0], corners[k], corners[k + 1]) for k in range(1, len(corners) - 1)]
+    return np.stack([np.stack(triangle, -1) for triangle in fan], 1).reshape(-1, 3)
 
 
-def _mixed_faces(text, faces, vertices, name, line):
+def _any_faces(text, faces, vertices, name, line):
     """Triangles of a block of any polygons, with or without colours, one to a line."""
     triangles, seen = [], 0
     for number, row in enumerate(text.split(b"\n"), line):
         if not (row := row.split()):
             continue
-        line = number
-        try:
-            corner = [int(c) for c in row[1 : 1 + int(row[0])]]
-        except ValueError:
-            raise DataError(f"{name}, line {line}: {b' '.join(row)!r} is not a face") from None
-        seen += 1
+        line, seen, place = number, seen + 1, f"{name}, line {number}"
         if seen > faces:
-            raise DataError(f"{name}, line {line}: more than the {faces} faces of the header")
-        if len(corner) < int(row[0]):
-            raise DataError(
-                f"{name}, line {line}: ends after {len(corner)} of {int(row[0])} corners"
-            )
-        if corner and not 0 <= min(corner) <= max(corner) < vertices:
-            wrong = next(c for c in corner if not 0 <= c < vertices)
-            raise DataError(f"{name}, line {line}: vertex {wrong} of {vertices} is not there")
-        triangles += [(corner[0], *corner[i : i + 2]) for i in range(1, len(corner) - 1)]
+            raise DataError(f"{place}: more than the {faces} faces of the header")
+        try:
+            size = int(row[0])
+            corner = [int(c) for c in row[1 : 1 + size]]
+        except ValueError:
+            size = -1
+        if size < 0:
+            raise DataError(f"{place}: {b' '.join(row)!r} is not a face")
+        if len(corner) < size:
+            raise DataError(f"{place}: ends after {len(corner)} of {size} corners")
+        if wrong := [c for c in corner if not 0 <= c < vertices]:
+            raise DataError(f"{place}: vertex {wrong[0]} of {vertices} is not there")
+        triangles += [(corner[0], *corner[i : i + 2]) for i in range(1, size - 1)]
     if seen < faces:
         raise DataError(f"{name}, line {line}: ends after {seen} of {faces} faces")
     return np.array(triangles, np.int64).reshape(-1, 3)
@@ -201,10 +196,12 @@ def _mixed_faces(text, faces, vertices, name, line):
 def surface_points(corners, u, name="mesh"):
     """Points (B, n, 3) uniform on triangles `corners` (B, F, 3, 3), from uniforms u (B, n, 3)."""
     planes = np.ascontiguousarray(corners.transpose(2, 3, 0, 1))  # far faster than rows of three
-    (x, y, z), (r, s, t) = planes[1:] - planes[0]
-    area = np.sqrt((y * t - z * s) ** 2 + (z * r - x * t) ** 2 + (x * s - y * r) ** 2)
-    if not area.any(-1).all():
-        raise DataError(f"{name}: the surface has no area")
+    with np.errstate(over="ignore", invalid="ignore"):
+        (x, y, z), (r, s, t) = planes[1:] - planes[0]
+        area = np.sqrt((y * t - z * s) ** 2 + (z * r - x * t) ** 2 + (x * s - y * r) ** 2)
+        total = area.sum(-1)
+    if not ((total > 0) & np.isfinite(total)).all():
+        raise DataError(f"{name}: its surface has no area, or one too large to compute")
     cdf = np.cumsum(area, -1, dtype=np.float64)
     face = weighted_choice(cdf / cdf[:, -1:], u[..., 0])
     p, q = u[..., 1], u[..., 2]
@@ -214,73 +211,77 @@ def surface_points(corners, u, name="mesh"):
     return np.einsum("bnk,bnki->bni", np.stack([1 - p - q, p, q], -1), mine)
 
 
-def unit_radius(points):
-    """Points (..., n, 3) centred on their mean and scaled: the farthest lies at distance 1."""
-    points = points - points.mean(-2, keepdims=True)
-    radius = np.sqrt((points**2).sum(-1)).max(-1)
-    return points / radius[..., None, None]
-
-
-# ------------------------------------------------------------------------------- ModelNet on disk
-# A reader (path, category, part) returns the names of the shapes there, "train" or "test", and a
-# function that gives `count` points of one of them.
+# ------------------------------------------------------------------------------- copies of ModelNet
+# Each reader (path, category, split) returns the shapes that are there, and a function that gives
+# `count` points of one of them. Points are seeded by a shape's contents: twins stay twins.
 def _mesh_points(data, name, count):
-    """Points (count, 3) on the surface of an OFF mesh, seeded by its contents: twins stay twins."""
+    """Points (count, 3) on the surface of an OFF mesh."""
     v, f = read_off(data, name)
     u = np.random.default_rng([fingerprint(v), fingerprint(f)]).random((1, count, 3))
     return surface_points(v.take(f, 0)[None], u, name)[0]
 
 
 def _some_points(points, name, count):
-    """`count` of the points (k, ≥3) of a cloud, all if there are fewer, seeded by its contents."""
+    """`count` of the points (k, ≥3) of a cloud, all if there are fewer."""
     points = np.ascontiguousarray(points[:, :3], np.float32)
-    if not np.isfinite(points).all():
-        raise DataError(f"{name}, point {np.isfinite(points).all(1).argmin()}: not a finite number")
+    if not (fine := np.isfinite(points).all(1)).all():
+        raise DataError(f"{name}, point {fine.argmin()}: not a finite number")
     if len(points) == 0 or not np.ptp(points, 0).any():
         raise DataError(f"{name}: no two different points in it")
     return np.random.default_rng(fingerprint(points)).permutation(points)[:count]
 
 
-def _off_tree(path, category, part):
-    names = sorted((path / category / part).glob("[!.]*.off"))
+def _off_tree(path, category, split):
+    names = sorted((path / category / split).glob("[!.]*.off"))
     return names, lambda name, count: _mesh_points(name.read_bytes(), name, count)
 
 
+def _off_zip(path, category, split):
+    archive, members = _open_once(path, path.stat().st_mtime_ns)
+
+    def read(info, count):
+        try:
+            data = archive.read(info)
+        except UNREADABLE as e:
+            raise DataError(f"{path}, {info.filename}: damaged ({e}); fetch it again") from None
+        return _mesh_points(data, f"{path}/{info.filename}", count)
+
+    return members.get((category, split), []), read
+
+
 @functools.lru_cache(maxsize=1)
-def _open_zip(path, _changed):
-    """An open zip file and its OFF members by (category, part); names that leave it are refused."""
+def _open_once(path, changed):
+    return open_zip(path)
+
+
+def open_zip(path):
+    """A zip file and its meshes by (category, split), if no member would leave its folder."""
     try:
         archive = zipfile.ZipFile(path)
-    except (zipfile.BadZipFile, OSError) as e:
+    except UNREADABLE as e:
         raise DataError(f"{path}: not a whole zip file ({e}); fetch it again") from None
     members = {}
-    for info in archive.infolist():
-        parts = check_member(info, path)
+    for info in sorted(archive.infolist(), key=lambda info: info.filename):
+        parts = tuple(info.filename.replace("\\", "/").split("/"))
+        outside = ".." in parts or parts[0] == "" or ":" in parts[0]
+        if outside or stat.S_ISLNK(info.external_attr >> 16) or info.file_size > LARGEST:
+            fault = "would leave the folder or fill the disk"
+            raise DataError(f"{path}: refused, its member {info.filename!r} {fault}")
         if len(parts) > 2 and parts[-1].endswith(".off") and not parts[-1].startswith("."):
-            members.setdefault(parts[-3:-1], []).append(info.filename)
+            members.setdefault(parts[-3:-1], []).append(info)
     return archive, members
-
-
-def check_member(info, path):
-    """The parts of a zip member's name, if it is a plain file or folder inside the archive."""
-    parts = tuple(info.filename.replace("\\", "/").split("/"))
-    outside = ".." in parts or parts[0] == "" or ":" in parts[0]
-    if outside or stat.S_ISLNK(info.external_attr >> 16):
-        raise DataError(f"{path}: refused, its member {info.filename!r} would leave the folder")
-    return parts
 
 
 def check_zip(path):
     """Raise a DataError unless every member of a zip file is whole and stays inside it."""
+    archive, _ = open_zip(path)
     try:
-        with zipfile.ZipFile(path) as archive:
-            for info in archive.infolist():
-                check_member(info, path)
+        with archive:
             broken = archive.testzip()
-    except (zipfile.BadZipFile, zlib.error, EOFError) as e:
-        raise DataError(f"{path}: not a whole zip file ({e})") from None
+    except UNREADABLE as e:
+        broken = e
     if broken:
-        raise DataError(f"{path}: member {broken} is damaged")
+        raise DataError(f"{path}: damaged ({broken})")
 
 
 def unpack(path, folder):
@@ -298,25 +299,12 @@ def unpack(path, folder):
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _off_zip(path, category, part):
-    archive, members = _open_zip(path, path.stat().st_mtime_ns)
-
-    def read(name, count):
-        try:
-            data = archive.read(name)
-        except (zipfile.BadZipFile, zlib.error, EOFError, OSError) as e:
-            raise DataError(f"{path}, member {name}: damaged ({e}); fetch the zip again") from None
-        return _mesh_points(data, f"{path}/{name}", count)
-
-    return sorted(members.get((category, part), [])), read
-
-
-def _resampled(path, category, part):
-    """modelnet40_normal_resampled: rows x,y,z,nx,ny,nz; the lists name the official parts."""
+def _resampled(path, category, split):
+    """modelnet40_normal_resampled: rows x,y,z,nx,ny,nz; the lists name the official splits."""
     try:
-        names = (path / f"modelnet40_{part}.txt").read_text().split()
-    except OSError as e:
-        raise DataError(f"{path}: no list of the {part} shapes ({e})") from None
+        names = (path / f"modelnet40_{split}.txt").read_text().split()
+    except UNREADABLE as e:
+        raise DataError(f"{path}: no list of the {split} shapes ({e})") from None
 
     def read(name, count):
         file = path / category / f"{name}.txt"
@@ -332,37 +320,28 @@ def _resampled(path, category, part):
     return [n for n in names if n.rpartition("_")[0] == category], read
 
 
-def _hdf5(path, category, part):
+def _hdf5(path, category, split):
     """modelnet40_ply_hdf5_2048 (a folder) or the authors' ModelNet40_cloud.h5 (one file)."""
     try:
         import h5py
     except ImportError:
         raise DataError(f"{path} is HDF5: run `pip install h5py` to read it") from None
-    if path.is_dir():
-        files, keys = sorted(path.glob(f"ply_data_{part}*.h5")), ("data", "label")
-    else:
-        tag = {"train": "tr", "test": "test"}[part]
-        files, keys = [path], (f"{tag}_cloud", f"{tag}_labels")
-    names = []
+    files, points, labels = sorted(path.glob(f"ply_data_{split}*.h5")), "data", "label"
+    if path.is_file():
+        tag = {"train": "tr", "test": "test"}[split]
+        files, points, labels = [path], f"{tag}_cloud", f"{tag}_labels"
+    clouds = []
     for file in files:
         try:
             with h5py.File(file) as f:
-                labels = f[keys[1]][:].ravel()
-        except (OSError, KeyError) as e:
-            raise DataError(f"{file}: cannot read {keys[1]!r} ({e}); fetch it again") from None
-        names += [(file, int(i)) for i in np.flatnonzero(labels == MODELNET40.index(category))]
-
-    def read(name, count):
-        try:
-            with h5py.File(name[0]) as f:
-                return _some_points(f[keys[0]][name[1]], f"{name[0]}, shape {name[1]}", count)
-        except (OSError, KeyError) as e:
-            raise DataError(f"{name[0]}: cannot read shape {name[1]} ({e})") from None
-
-    return names, read
+                mine = np.flatnonzero(f[labels][:].ravel() == MODELNET40.index(category))
+                clouds += [(f"{file}, shape {i}", f[points][i]) for i in mine]
+        except UNREADABLE as e:
+            raise DataError(f"{file}: no {points!r} and {labels!r} in it ({e})") from None
+    return clouds, lambda cloud, count: _some_points(cloud[1], cloud[0], count)
 
 
-READERS = {
+COPIES = {
     "modelnet40": {
         "ModelNet40": _off_tree,
         "ModelNet40.zip": _off_zip,
@@ -374,33 +353,42 @@ READERS = {
 }
 
 
-def modelnet_points(root, name, category, part, points):
+# ------------------------------------------------------------------------------- the cache
+def modelnet_points(root, name, category, split, points):
     """Shapes (N, m ≥ points, 3) of radius 1: from the cache, else from a copy, which fills it."""
-    cache = Path(root) / name / f"{category}_{part}.npz"
-    stored = read_cache(cache) if cache.is_file() else None
-    if stored is not None and stored.shape[1] >= points:
-        return stored
-    for file, reader in READERS[name].items():
-        path = Path(root) / file
-        names, read = reader(path, category, part) if path.exists() else ((), None)
-        if names:
-            clouds, bar = [], Progress(f"{path}: {category} {part}", len(names))
-            for shape in names:
-                clouds.append(read(shape, max(STORED, points)))
-                bar.show(len(clouds))
-            fewest = min(map(len, clouds))
-            if fewest < points:
-                raise DataError(f"{path}: {fewest} points per shape, but {points} are asked for")
-            stored = unit_radius(np.stack([c[:fewest] for c in clouds])).astype(np.float32)
-            write_cache(cache, stored)
-            return stored
-    if stored is not None:
-        raise DataError(f"{cache}: {stored.shape[1]} points per shape, but {points} are asked for")
-    raise DataError(
-        f"no {part} shapes of {category!r}: neither {cache} nor {', '.join(READERS[name])} in "
-        f"{root}; run `python data.py {name.removesuffix('40')} --root {root}` or name its folder "
-        "with --root"
-    )
+    cache = Path(root) / name / f"{category}_{split}.npz"
+    stored, origin = read_cache(cache) if cache.is_file() else None, cache
+    if stored is None or stored.shape[1] < points:
+        for file, reader in COPIES[name].items():
+            path = Path(root) / file
+            shapes, read = reader(path, category, split) if path.exists() else ((), None)
+            if shapes:
+                label = f"{path}: {category} {split}"
+                stored, origin = _read_all(shapes, read, max(STORED, points), label), path
+                break
+    if stored is None:
+        raise DataError(
+            f"no {split} shapes of {category!r} in {root}: looked for {cache} and in "
+            f"{', '.join(COPIES[name])}; run `python data.py {name.removesuffix('40')} "
+            f"--root {root}` or name its folder with --root"
+        )
+    if stored.shape[1] < points:
+        raise DataError(f"{origin}: {stored.shape[1]} points per shape, but {points} are asked for")
+    if origin != cache:
+        write_cache(cache, stored)
+    return stored
+
+
+def _read_all(shapes, read, count, label):
+    """Up to `count` points of each shape, as many of each, centred and scaled to radius 1."""
+    clouds, bar = [], Progress(label, len(shapes))
+    for shape in shapes:
+        clouds.append(read(shape, count))
+        bar.show(len(clouds))
+    fewest = min(map(len, clouds))
+    x = np.stack([c[:fewest] for c in clouds])
+    x = x - x.mean(-2, keepdims=True)
+    return (x / np.sqrt((x**2).sum(-1)).max(-1)[:, None, None]).astype(np.float32)
 
 
 def read_cache(path):
@@ -408,9 +396,9 @@ def read_cache(path):
     try:
         with np.load(path, allow_pickle=False) as f:
             points = f["points"]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as e:
+    except UNREADABLE as e:
         raise DataError(f"{path}: no cache of points ({e}); delete it to renew it") from None
-    if points.ndim != 3 or points.shape[-1] != 3 or points.dtype.kind != "f":
+    if points.ndim != 3 or points.shape[-1] != 3 or points.dtype.kind != "f" or not points.size:
         raise DataError(f"{path}: points are {points.dtype}{points.shape}, not float(shapes, m, 3)")
     if not (fine := np.isfinite(points).all((1, 2))).all():
         raise DataError(f"{path}: shape {fine.argmin()} is not finite; delete it to renew it")
@@ -430,4 +418,5 @@ def write_cache(path, points):
             raise DataError(f"{path}: cannot write the cache: {e.strerror}; make room") from None
         say(f"{path}: not cached ({e.strerror}), so it will be read again next time")
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # there is none, or the folder is read-only
+            part.unlink()

@@ -1,18 +1,19 @@
-"""The built-in sets, so that everything runs without a download: pen-drawn digits, furniture.
+"""The built-in sets, so that everything runs without a download: pen-drawn digits and furniture.
 
-Not in the paper: digits stand in for SpatialMNIST, solids for ModelNet.
+Not in the paper: the digits stand in for SpatialMNIST, the solids for ModelNet.
 
-Shapes: a source is a function (index, n, rng) → (B, n, d), n points of the B sets at `index`;
-triangles are `(B, F, 3, 3)`: set, face, corner, axis. y (of digits) and z (of solids) point up.
+Shapes: a source is a function (index, n, rng) → `(B, n, d)`, n points of each of the B sets at
+`index`; triangles are `(B, F, 3, 3)`: set, face, corner, axis. What is drawn once per set is a
+column `(B, 1)`. y (of digits) and z (of solids) point up.
 """
 
-import functools
 import math
 
 import numpy as np
 
 from meshes import surface_points
 
+# ------------------------------------------------------------------------------- randomness
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 TRAIN, VALID, TEST, ORDER, TWINS, SHAPE = range(6)  # what a stream of random numbers is for
 
@@ -50,6 +51,12 @@ class Random:
         return np.sqrt(-2 * np.log1p(-u)) * np.cos(np.float32(2 * np.pi) * v)
 
 
+def hand_of(index):
+    """A function (low, high) → one U[low, high) per set, as a column: the same at each draw."""
+    rng = Random(index, SHAPE)
+    return lambda low, high: np.float32(low) + np.float32(high - low) * rng.uniform(1)
+
+
 # ------------------------------------------------------------------------------- digits
 def _arc(x, y, rx, ry, start, stop):
     a = np.radians(np.linspace(start, stop, 40))
@@ -73,22 +80,26 @@ def _strokes(digit):
     return [np.concatenate(pieces) for pieces in strokes[digit]]
 
 
+def _ink(strokes):
+    """512 points (512, 2), evenly spaced along the strokes."""
+    pieces = np.concatenate([np.stack([s[:-1], s[1:]], 1) for s in strokes])
+    a, ab = pieces[:, 0], pieces[:, 1] - pieces[:, 0]
+    length = np.linalg.norm(ab, axis=-1)
+    end = np.cumsum(length)
+    at = (np.arange(512) + 0.5) / 512 * end[-1]
+    k = np.searchsorted(end, at)
+    return a[k] + ab[k] * (1 - (end[k] - at) / length[k])[:, None]
+
+
 def glyphs(digits, first=0):
     """A function (index, n, rng) → (B, n, 2): points of pen-drawn digits on a canvas of 28 × 28.
 
     The digit and `first` + index of a set fix the pen and the hand; rng only places the ink.
     """
-    ink = np.empty((10, 512, 2), np.float32)  # evenly spaced points along the strokes of each digit
-    for digit in range(10):
-        pieces = np.concatenate([np.stack([s[:-1], s[1:]], 1) for s in _strokes(digit)])
-        a, ab = pieces[:, 0], pieces[:, 1] - pieces[:, 0]
-        end = np.cumsum(np.linalg.norm(ab, axis=-1))
-        at = (np.arange(512) + 0.5) / 512 * end[-1]
-        k = np.searchsorted(end, at)
-        ink[digit] = a[k] + ab[k] * (1 - (end[k] - at) / np.linalg.norm(ab, axis=-1)[k])[:, None]
+    ink = np.stack([_ink(_strokes(digit)) for digit in range(10)]).astype(np.float32)
 
     def pixels(index, n, rng):
-        hand = functools.partial(_between, Random(index + first, SHAPE))
+        hand = hand_of(index + first)
         pick = (rng.uniform(n) * 512).astype(np.int64)
         x, y = np.moveaxis(ink[digits[index][:, None], pick] - np.float32(0.5), -1, 0)
         x = x + hand(0.0, 0.035) * np.sin(hand(4, 8) * y + hand(0, 6.28))  # an unsteady line
@@ -104,17 +115,12 @@ def glyphs(digits, first=0):
     return pixels
 
 
-def _between(rng, low, high):
-    """One U[low, high) per set, as a column (B, 1)."""
-    return np.float32(low) + np.float32(high - low) * rng.uniform(1)
-
-
 # ------------------------------------------------------------------------------- solids
 def loft(*rings, sides=4, up="z", closed=True):
     """Triangles (B, F, 3, 3) of a skin over rings (x, y, rx, ry, z): boxes, cones, wings.
 
     A ring is a rectangle (sides=4) or ellipse of half-widths rx, ry about (x, y) at height z; each
-    entry is a number or one per set (B,). `up` is the axis that the rings are stacked along.
+    entry is a number or a column. `up` is the axis that the rings are stacked along.
     """
     rings = [(*r[:2], 0, 0, r[4]) for r in rings[:1] if closed] + list(rings)
     rings += [(*r[:2], 0, 0, r[4]) for r in rings[-1:] if closed]
@@ -141,8 +147,8 @@ def _legs(w, d, r, top, splay=0.0):
 
 
 def _maybe(present, parts):
-    """The parts where `present` (B,), and a point without area elsewhere."""
-    return [part * present[:, None, None, None] for part in parts]
+    """The parts where `present` (B, 1), and a point without area elsewhere."""
+    return [part * present[..., None, None] for part in parts]
 
 
 def _airplane(r):
@@ -217,8 +223,7 @@ def solids(kinds, first=0):
         x, u = np.empty((len(index), n, 3), np.float32), rng.uniform(n, 3)
         for kind in np.unique(kinds[index]):
             here = np.flatnonzero(kinds[index] == kind)
-            size = Random(index[here] + first, SHAPE)
-            parts = SOLIDS[kind](lambda lo, hi, size=size: _between(size, lo, hi)[:, 0])
+            parts = SOLIDS[kind](hand_of(index[here] + first))
             v = np.concatenate(parts, 1).reshape(len(here), -1, 3)  # three corners after three
             v -= (v.min(1, keepdims=True) + v.max(1, keepdims=True)) / 2
             v /= np.sqrt(np.einsum("bvi,bvi->bv", v, v).max(1))[:, None, None]
