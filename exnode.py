@@ -4,14 +4,14 @@
     ---------------------------------------------------    ----------------------------------------
     Sec. 3.1, Theorem 1, ż = f(z, t) equivariant           ExNODE.forward, .inverse
     Sec. 3.2, v = MaxPool(ExNODE Solve(φ(x)))              SetClassifier
-    Eq. 5, 8, d log p / dt = −Tr ∂f/∂z                     ExNODE.forward_and_log_det
+    Eq. 5, 9, d log p / dt = −Tr ∂f/∂z                     ExNODE.forward_and_log_det
     Sec. 3.3, Hutchinson's estimator                       ExNODE.augmented, draw_noise
-    Eq. 9, p(z) = Π N(zᵢ; 0, I)                            base_log_prob
+    Eq. 10, p(z) = Π N(zᵢ; 0, I)                           base_log_prob
     Sec. 3.3, likelihood and generation                    SetFlow.log_prob, .sample
     Sec. 3.4, encoder, backwards in time                   TemporalSetVAE.encode
     Sec. 3.4, z_t = ODESolve(z₀, θ_t, t)                   TemporalSetVAE.latents
-    Eq. 10, ELBO                                           TemporalSetVAE.elbo
-    Eq. 11, 12, sampling at any time                       TemporalSetVAE.decode, .sample
+    Eq. 11, ELBO                                           TemporalSetVAE.elbo
+    Eq. 12, 13, sampling at any time                       TemporalSetVAE.decode, .sample
     Table 3, architectures                                 the defaults of each class
 
 x is `(..., n, d)`, mask `(..., n)`, True where a point exists. A set without points is an error
@@ -23,7 +23,7 @@ Departures from the paper:
   - `gradient="checkpoint"` differentiates the discrete solve exactly in the memory of one step.
   - `matching_loss` trains the same flow by regression, without a solver (flow matching).
   - The ELBO has one KL term for the whole series; the authors' code counts it once per time.
-  - z₀ lives at time `t0` = 0 whatever the observed times are, so grids may differ from call to call.
+  - z₀ lives at time `t0` = 0 whatever the observed times are, so that grids may differ.
   - Sets may be ragged, by masks, everywhere.
 """
 
@@ -167,7 +167,7 @@ def make_field(name, dim, hidden, heads=4, time=False, context=0):
 
 
 def base_log_prob(z, mask=None):
-    """Eq. 9: Σᵢ log N(zᵢ; 0, I) per set."""
+    """Eq. 10: Σᵢ log N(zᵢ; 0, I) per set."""
     return -0.5 * keep(z * z + math.log(2 * math.pi), mask).sum((-2, -1))
 
 
@@ -378,7 +378,7 @@ class TemporalSetVAE(nn.Module):
         return torch.cat(parts).movedim(0, 1)
 
     def elbo(self, x, t, mask=None, generator=None):
-        """Eq. 10 per series: Σᵢ log p(x_tᵢ | z_tᵢ) − KL, with one z₀ from the posterior."""
+        """Eq. 11 per series: Σᵢ log p(x_tᵢ | z_tᵢ) − KL, with one z₀ from the posterior."""
         log_likelihood, kl = self.elbo_parts(x, t, mask, generator)
         return log_likelihood - kl
 
@@ -396,7 +396,7 @@ class TemporalSetVAE(nn.Module):
 
     @torch.no_grad()
     def decode(self, z0, t, points, generator=None):
-        """Eq. 12: sets x̂ `(B, T, points, d)` at any times t, from base points y ~ N(0, I)."""
+        """Eq. 13: sets x̂ `(B, T, points, d)` at any times t, from base points y ~ N(0, I)."""
         z = self.latents(z0, t)
         shape = (*z.shape[:-1], points, self.dim)
         y = torch.randn(shape, dtype=z.dtype, device=z.device, generator=generator)
@@ -404,7 +404,7 @@ class TemporalSetVAE(nn.Module):
 
     @torch.no_grad()
     def sample(self, sets, t, points, generator=None):
-        """Eq. 11: z₀ ~ N(0, I), then decode."""
+        """Eq. 12: z₀ ~ N(0, I), then decode."""
         weight = next(self.parameters())
         shape = (sets, self.latent)
         z0 = torch.randn(shape, dtype=weight.dtype, device=weight.device, generator=generator)

@@ -5,7 +5,7 @@
     Sec. 4.1, f(x) = σ(λIx + γ pool(x)); Table 3, FC ...   DeepSetsField
     Sec. 4.1, self-attention; Table 3, K, Q, V             AttentionField
     App. C.3, CCS(x, z, t); Table 3, Concatsquash × 4      ConcatSquashField
-    Eq. 5, 8, Tr(∂f/∂z)                                    Field.value_and_trace
+    Eq. 5, 9, Tr(∂f/∂z)                                    Field.value_and_trace
     Table 1, DeepSets and Set Transformer                  DeepSets, SetTransformer
 
 x is `(..., n, d)`: a set of n points, leading axes are batch. mask is `(..., n)`, True where a

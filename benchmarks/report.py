@@ -1,9 +1,11 @@
-"""What the benchmarks share: Markdown tables, and a section each in benchmarks/RESULTS.md."""
+"""What the benchmarks share: timing, Markdown tables, and a section each in RESULTS.md."""
 
 import datetime
 import os
 import platform
 import re
+import statistics
+import time
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "RESULTS.md"
@@ -18,6 +20,19 @@ def machine():
         f"Python {platform.python_version()}, torch {torch.__version__}, "
         f"{torch.get_num_threads()} threads."
     )
+
+
+def medians(calls, repeats):
+    """The median seconds of each call; every round runs all of them, in alternating order."""
+    times = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    for i in range(repeats):
+        for name in list(calls)[:: 1 if i % 2 else -1]:
+            start = time.perf_counter()
+            calls[name]()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def table(head, rows):
