@@ -30,11 +30,12 @@ Departures from the paper
 """
 
 import argparse
+import contextlib
 import difflib
-import errno
 import hashlib
 import http.client
 import math
+import operator
 import os
 import sys
 import time
@@ -51,34 +52,22 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from meshes import (
-    MODELNET10,
-    MODELNET40,
-    DataError,
-    Progress,
-    check_zip,
-    fingerprint,
-    modelnet_points,
-    read_off,  # noqa: F401 (for those who look for it here)
-    say,
-    surface_points,  # noqa: F401
-    unpack,
-    weighted_choice,
-)
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None
+
+import meshes
+from meshes import DataError, fingerprint, read_off, say, surface_points  # noqa: F401
 from shapes import ORDER, SOLIDS, TEST, TRAIN, TWINS, VALID, Random, glyphs, solids
 
 POINTS = {"mnist": {"flow": 50, "classify": 100, "temporal": 64}}
 POINTS["modelnet"] = {"flow": 512, "classify": 100}  # Sec. 4.2: 100 or 1000
 SIGMA = 0.001  # noise added to a ModelNet shape of radius 1
+DIGITS = tuple("0123456789")
 
 
 # ------------------------------------------------------------------------------- MNIST
-def smallest(key, n):
-    """For each row of key (B, m), the indices (B, n) of its n smallest entries, in order."""
-    pick = np.argpartition(key, n - 1, -1)[:, :n]
-    return np.take_along_axis(pick, np.argsort(np.take_along_axis(key, pick, -1), -1), -1)
-
-
 MNIST = {  # md5 of the contents: every mirror compresses anew
     "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
     "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
@@ -98,27 +87,24 @@ def read_bytes(path):
             parts.append(unzip.decompress(data[at : at + (1 << 16)]))
         except zlib.error as e:
             raise DataError(f"{path}, offset {at} or later: damaged gzip ({e}); {again}") from None
-    if not unzip.eof:
-        raise DataError(f"{path}, offset {len(data)}: the gzip file ends early; {again}")
-    if extra := len(unzip.unused_data):
-        raise DataError(f"{path}, offset {len(data) - extra}: more than one gzip file; {again}")
+        if sum(map(len, parts)) > 1 << 28:  # five times MNIST
+            raise DataError(f"{path}, offset {at}: too large to be of MNIST; {again}")
+    if not unzip.eof or unzip.unused_data:
+        end = len(data) - len(unzip.unused_data)
+        raise DataError(f"{path}, offset {end}: the gzip file ends early, or more follows; {again}")
     return b"".join(parts)
 
 
 def read_idx(path, ndim):
     """The array in an IDX file of unsigned bytes with `ndim` axes, raw or gzipped."""
     data = read_bytes(path)
-    magic = int.from_bytes(data[:4], "big")
-    if len(data) < 4 or magic != 0x800 + ndim:
-        raise DataError(
-            f"{path}, offset 0: magic number {magic:#x}, not {0x800 + ndim:#x} of MNIST"
-        )
-    shape = tuple(int.from_bytes(data[4 + 4 * i : 8 + 4 * i], "big") for i in range(ndim))
-    want = 4 + 4 * ndim + math.prod(shape)
-    if len(data) != want:
-        raise DataError(
-            f"{path}, offset {len(data)}: file ends, but its header promises {want} bytes"
-        )
+    magic, *shape = (int.from_bytes(data[4 * i : 4 * i + 4], "big") for i in range(1 + ndim))
+    if magic != 0x800 + ndim:
+        fault = f"magic number {magic:#x}, not {0x800 + ndim:#x} of MNIST"
+        raise DataError(f"{path}, offset 0: {fault}")
+    if len(data) != (want := 4 + 4 * ndim + math.prod(shape)):
+        fault = f"the file ends, but its header promises {want} bytes"
+        raise DataError(f"{path}, offset {len(data)}: {fault}")
     return np.frombuffer(data, np.uint8, offset=4 + 4 * ndim).reshape(shape)
 
 
@@ -142,14 +128,19 @@ def read_mnist(root, part):
     if images.shape[1:] != (28, 28):
         raise DataError(f"{paths[0]}, offset 8: images of {images.shape[1:]} pixels, not (28, 28)")
     if len(images) != len(labels):
-        raise DataError(
-            f"{len(images)} images in {paths[0]} but {len(labels)} labels in {paths[1]}"
-        )
+        counts = f"{len(images)} images in {paths[0]} but {len(labels)} labels in {paths[1]}"
+        raise DataError(counts)
     if len(labels) == 0 or labels.max() > 9:
         raise DataError(f"{paths[1]}: labels are not digits 0 to 9")
     if (blank := ~images.any((1, 2))).any():
         raise DataError(f"{paths[0]}: image {blank.argmax()} is blank, so no point can be drawn")
     return images, labels.astype(np.int64)
+
+
+def smallest(key, n):
+    """For each row of key (B, m), the indices (B, n) of its n smallest entries, in order."""
+    pick = np.argpartition(key, n - 1, -1)[:, :n]
+    return np.take_along_axis(pick, np.argsort(np.take_along_axis(key, pick, -1), -1), -1)
 
 
 def spatial_mnist(images):
@@ -174,7 +165,7 @@ def spatial_mnist(images):
         pick = smallest(key, n)
         if len(few := np.flatnonzero(count[index] < n)):
             cdf = np.cumsum(w[few], -1, dtype=np.float64)
-            pick[few] = weighted_choice(cdf / cdf[:, -1:], u[few, :n])
+            pick[few] = meshes.weighted_choice(cdf / cdf[:, -1:], u[few, :n])
         cell = where[np.take_along_axis(slot, pick, -1)]
         return np.stack([cell % 28, 27 - cell // 28], -1).astype(np.float32)
 
@@ -211,16 +202,9 @@ def rotate_clockwise(x, theta):
     return np.stack([c * x[..., 0] + s * x[..., 1], c * x[..., 1] - s * x[..., 0]], -1)
 
 
-# ------------------------------------------------------------------------------- splits and batches
-class Batch(NamedTuple):
-    """B sets: x (B, n, d), or (B, T, n, d) at times t (T,); mask is None if all points exist."""
-
-    x: torch.Tensor
-    mask: torch.Tensor | None
-    label: torch.Tensor
-    t: torch.Tensor | None
-
-
+# ------------------------------------------------------------------------------- sources
+# A source turns a function (index, n, rng) → (B, n, d), such as spatial_mnist(images) or glyphs,
+# into the sets of a task. `log_unit` is what to add to log p / n for the units of Table 2.
 @dataclass(frozen=True)
 class Flat:
     """Sets on the unit square, from points on a canvas of 28 × 28 pixels plus U[0, noise)²."""
@@ -228,7 +212,7 @@ class Flat:
     pixels: Callable
     noise: float
     log_unit: float
-    times, dim, sigma = None, 2, None
+    times, dim = None, 2
 
     def sample(self, index, n, rng, mask):
         return (self.pixels(index, n, rng) + np.float32(self.noise) * rng.uniform(n, 2)) / 28
@@ -241,7 +225,7 @@ class Rotating:
     pixels: Callable
     times: np.ndarray
     resample: bool
-    log_unit, dim, sigma = -2 * math.log(14), 2, None
+    log_unit, dim = -2 * math.log(14), 2
 
     def sample(self, index, n, rng, mask):
         draws = [self.pixels(index, n, rng) for _ in (self.times if self.resample else (0,))]
@@ -257,13 +241,26 @@ class Solid:
 
     cloud: Callable
     augment: bool
-    log_unit, times, dim, sigma = 0.0, None, 3, SIGMA
+    log_unit, times, dim = 0.0, None, 3
 
     def sample(self, index, n, rng, mask):
         x = modelnet_sets(self.cloud(index, n, rng), rng, mask)
         return augment(x, rng) if self.augment else x
 
 
+def stored_cloud(clouds):
+    """A function (index, n, rng) → (B, n, 3): n different ones of a cloud's m points (N, m, 3)."""
+
+    def cloud(index, n, rng):
+        if n > clouds.shape[1]:
+            raise DataError(f"points={n}: of each shape, {clouds.shape[1]} points were loaded")
+        pick = smallest(rng.uniform(clouds.shape[1]), n)
+        return clouds[index[:, None], pick].astype(np.float32)
+
+    return cloud
+
+
+# ------------------------------------------------------------------------------- splits
 @dataclass(frozen=True, eq=False)
 class Split:
     """Some sets of a source, drawn anew in every epoch of training, else always the same."""
@@ -284,32 +281,32 @@ class Split:
 
     def draw(self, where, *, points=None, seed=0, epoch=0):
         """x, mask and label of the sets at positions `where`, as numpy arrays."""
-        low, n = span(self.points if points is None else points)
+        low, high = span(self.points if points is None else points)
         words = (TRAIN, seed, epoch) if self.use == TRAIN else (self.use,)
-        done = []
-        for i in range(0, len(where), 512):  # what fits the processor's cache is faster
-            index = self.index[where[i : i + 512]]
-            rng, mask = Random(index, *words), None
-            if low < n:
-                size = low + (rng.uniform(1) * (n + 1 - low)).astype(np.int64)
-                mask = np.arange(n) < size
-            x = self.source.sample(index, n, rng, mask)
-            if mask is not None:
-                mask = mask if x.ndim == 3 else np.repeat(mask[:, None], x.shape[1], 1)
-                x *= mask[..., None]
-            done.append((x, mask, self.labels[index]))
-        x, mask, label = zip(*done)
-        return np.concatenate(x), None if low == n else np.concatenate(mask), np.concatenate(label)
+        index = self.index[where]
+        blocks = np.split(index, range(512, len(index), 512))  # what fits a processor's cache
+        x, mask = zip(*[self._draw(i, low, high, Random(i, *words)) for i in blocks])
+        mask = None if low == high else np.concatenate(mask)
+        return np.concatenate(x), mask, self.labels[index]
+
+    def _draw(self, index, low, high, rng):
+        if low == high:
+            return self.source.sample(index, high, rng, None), None
+        size = low + (rng.uniform(1) * (high + 1 - low)).astype(np.int64)
+        mask = np.arange(high) < size  # (B, n)
+        x = self.source.sample(index, high, rng, mask)
+        mask = mask if x.ndim == 3 else np.repeat(mask[:, None], x.shape[1], 1)
+        return x * mask[..., None], mask
 
     def noise(self, points=None):
         """Mean σ of the Gaussian noise after scaling, over one draw of each set; None if none."""
-        if self.source.sigma is None:
+        if not isinstance(self.source, Solid):
             return None
         n, total = span(self.points if points is None else points)[1], 0.0
         for i in range(0, len(self), 512):
             index = self.index[i : i + 512]
             scale = unit_box(self.source.cloud(index, n, Random(index, TEST)))[1]
-            total += float((self.source.sigma / scale).sum())
+            total += float((SIGMA / scale).sum())
         return total / len(self)
 
 
@@ -321,7 +318,11 @@ class Splits(NamedTuple):
 
 def span(points):
     """(low, high) of a number of points or of a pair of them."""
-    low, high = points if isinstance(points, tuple | list) else (points, points)
+    pair = points if isinstance(points, tuple | list) else (points, points)
+    try:
+        low, high = map(operator.index, pair)
+    except (TypeError, ValueError):
+        low, high = 0, 0
     if not 1 <= low <= high:
         raise DataError(f"points={points!r}: want a number ≥ 1, or a pair low ≤ high of them")
     return low, high
@@ -336,18 +337,28 @@ def hold_out(train, test, fraction, seed):
     if gone := len(train) - len(keep):
         say(f"{gone} training sets identical to a test set are left out")
     twins, group = np.unique(train[keep], return_inverse=True)
-    count = max(round(fraction * len(twins)), 1)
-    if not 0 < fraction < 1 or count >= len(twins):
+    count = max(round(fraction * len(twins)), 1) if 0 < fraction < 1 else 0
+    if not 0 < count < len(twins):
         raise DataError(f"valid={fraction}: cannot hold out that share of {len(twins)} sets")
     chosen = np.argsort(Random(np.arange(len(twins)), TWINS, seed).key)[:count]
     chosen = np.isin(group, chosen)
     return keep[~chosen], keep[chosen]
 
 
+# ------------------------------------------------------------------------------- batches
+class Batch(NamedTuple):
+    """B sets: x (B, n, d), or (B, T, n, d) at times t (T,); mask is None if all points exist."""
+
+    x: torch.Tensor
+    mask: torch.Tensor | None
+    label: torch.Tensor
+    t: torch.Tensor | None
+
+
 def steps(split, batch_size, training=True):
     """Batches in an epoch; in training the last, incomplete one is left out."""
     if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size}: want at least 1")
+        raise DataError(f"batch_size={batch_size}: want at least 1")
     return max(len(split) // batch_size, 1) if training else -(-len(split) // batch_size)
 
 
@@ -371,57 +382,51 @@ def batches(
     batch. In training the order is shuffled and the last, incomplete batch is left out. `workers`
     threads prepare batches ahead; the sequence is the same whatever their number.
     """
+    count, order = steps(split, batch_size, training), np.arange(len(split))
     if not 0 <= rank < world:
-        raise ValueError(f"rank={rank}: want 0 ≤ rank < world={world}")
-    order, size = np.arange(len(split)), batch_size
+        raise DataError(f"rank={rank}: want 0 ≤ rank < world={world}")
+    if not 0 <= start <= count:
+        raise DataError(f"start={start}: the epoch has {count} batches")
     if training:
         if batch_size % world or len(split) < world:
-            raise ValueError(f"a batch of {min(batch_size, len(split))} sets for {world} processes")
-        order = np.argsort(Random(order, ORDER, seed, epoch).key)
-        size = min(batch_size, len(split) - len(split) % world)
-    t = None if split.times is None else split.times.astype(np.float32)
-
-    def tensor(array):
-        if array is None:
-            return None
-        array = torch.from_numpy(array)
-        array = array.pin_memory() if torch.device(device).type == "cuda" else array
-        return array.to(device, non_blocking=True)
+            raise DataError(f"a batch of {min(batch_size, len(split))} sets for {world} processes")
+        order = np.argsort(Random(order, ORDER, seed, epoch).key)[: len(order) // world * world]
 
     def prepare(step):
-        where = order[step * batch_size : step * batch_size + size][rank::world]
-        arrays = split.draw(where, points=points, seed=seed, epoch=epoch)
-        return Batch(*map(tensor, (*arrays, t)))
+        where = order[step * batch_size : (step + 1) * batch_size][rank::world]
+        x, mask, label = split.draw(where, points=points, seed=seed, epoch=epoch)
+        t = None if split.times is None else split.times.astype(np.float32)
+        return Batch(*(_tensor(array, device) for array in (x, mask, label, t)))
 
-    todo = range(start, steps(split, batch_size, training))
-    todo = [step for step in todo if step * batch_size + rank < len(split)]
-    if workers:
-        yield from _ahead(prepare, todo, workers)
-    else:
-        yield from map(prepare, todo)
+    todo = [step for step in range(start, count) if step * batch_size + rank < len(order)]
+    return _ahead(prepare, todo, workers) if workers else map(prepare, todo)
+
+
+def _tensor(array, device):
+    if array is None:
+        return None
+    tensor = torch.from_numpy(array)
+    tensor = tensor.pin_memory() if torch.device(device).type == "cuda" else tensor
+    return tensor.to(device, non_blocking=True)
 
 
 def _ahead(prepare, todo, workers):
     """map(prepare, todo), in order, computed by that many threads ahead of the one who asks."""
     with ThreadPoolExecutor(workers) as pool:
-        waiting = deque(pool.submit(prepare, step) for step in todo[:workers])
-        for step in [*todo[workers:], *[None] * len(waiting)]:
-            ready = waiting.popleft().result()
-            if step is not None:
-                waiting.append(pool.submit(prepare, step))
-            yield ready
-
-
-def choose(names, wanted, what):
-    """Those of `names` that are wanted, all if None."""
-    for w in wanted or ():
-        if w not in names:
-            near = difflib.get_close_matches(w, names, 1, 0)
-            raise DataError(f"no category {w!r} in {what}: did you mean {near[0]!r}?")
-    return tuple(names if wanted is None else [n for n in names if n in wanted])
+        waiting = deque()
+        for step in todo:
+            waiting.append(pool.submit(prepare, step))
+            if len(waiting) > workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 # ------------------------------------------------------------------------------- load
+CLASSES = {"digits": DIGITS, "shapes": tuple(SOLIDS), "mnist": DIGITS}
+CLASSES |= {"modelnet40": meshes.MODELNET40, "modelnet10": meshes.MODELNET10}
+
+
 def load(
     name="synthetic",
     root="data",
@@ -445,102 +450,98 @@ def load(
     resample  draw points anew at each time, as the paper says, or carry them along
     augment   turn and scale 3-D training sets; None: to classify 1000 points or more
     """
-    if task not in ("flow", "classify", "temporal"):
-        raise DataError(f"no task {task!r}: want flow, classify or temporal")
-    solid, category = _is_solid(name, task, category), _by_name(category)
-    if solid and task == "temporal":
-        raise DataError("temporal sets are turned digits: use mnist, or synthetic digits")
-    if augment and not solid:
-        raise DataError(f"augment is for 3-D shapes, not for the digits of {name!r}")
+    kind, classes = _kind(name, task, category)
+    solid = kind not in ("digits", "mnist")
     points = POINTS["modelnet" if solid else "mnist"][task] if points is None else points
     most = span(points)[1]
-    if name == "mnist":
-        classes, parts = _mnist_parts(root, category)
-    elif name == "synthetic":
-        classes, parts = _synthetic_parts(solid, category)
-    else:
-        classes, parts = _modelnet_parts(root, name, category, most)
-    augment = solid and task == "classify" and most >= 1000 if augment is None else augment
+    if augment is None:
+        augment = solid and task == "classify" and most >= 1000
+    if augment and not solid:
+        raise DataError(f"augment is for 3-D shapes, not for the digits of {name!r}")
 
-    def source(pick, augment=False):
+    def split(part, index, use):
+        pick, labels, _ = part
         if solid:
-            return Solid(pick, augment)
-        if task == "temporal":
-            return Rotating(pick, np.asarray(times, np.float64), resample)
-        return Flat(pick, 1.0, -2 * math.log(28)) if name == "mnist" else Flat(pick, 0.0, 0.0)
+            source = Solid(pick, augment and use == TRAIN)
+        elif task == "temporal":
+            source = Rotating(pick, _grid(times), resample)
+        else:
+            source = Flat(pick, *((1.0, -2 * math.log(28)) if kind == "mnist" else (0.0, 0.0)))
+        return Split(source, index, labels, classes, points, use)
 
-    (pick, labels, identity), (test_pick, test_labels, test_identity) = parts
-    index, held = hold_out(identity, test_identity, valid, seed)
-    every = np.arange(len(test_labels))
-    return Splits(
-        Split(source(pick, augment), index, labels, classes, points, TRAIN),
-        Split(source(pick), held, labels, classes, points, VALID),
-        Split(source(test_pick), every, test_labels, classes, points, TEST),
-    )
+    train, test = _parts(kind, root, classes, most)
+    index, held = hold_out(train[2], test[2], valid, seed)
+    every = np.arange(len(test[1]))
+    return Splits(split(train, index, TRAIN), split(train, held, VALID), split(test, every, TEST))
 
 
-def _by_name(category):
-    """A list of names, or None for all."""
-    if category in (None, "all", "digits", "shapes"):
-        return None
-    return [c.strip() for c in category.split(",")] if isinstance(category, str) else list(category)
-
-
-def _is_solid(name, task, category):
-    """Whether these are 3-D shapes rather than 2-D digits."""
+def _kind(name, task, category):
+    """Which of CLASSES a name stands for, and those of its classes that are wanted."""
+    if task not in ("flow", "classify", "temporal"):
+        raise DataError(f"no task {task!r}: want flow, classify or temporal")
     if name not in ("synthetic", "mnist", "modelnet", "modelnet40", "modelnet10"):
         raise DataError(f"no data called {name!r}: want synthetic, mnist, modelnet or modelnet10")
-    if name != "synthetic":
-        return name != "mnist"
-    if category in (None, "all"):
-        return task == "classify"
-    return category == "shapes" or not set(_by_name(category) or "0") & set("0123456789")
+    kind = {"modelnet": "modelnet40"}.get(name, name)
+    wanted = category.split(",") if isinstance(category, str) else category
+    wanted = None if category in (None, "all") else [w.strip() for w in wanted if w.strip()]
+    if name == "synthetic":
+        kind = "shapes" if task == "classify" else "digits"
+        if wanted in (["digits"], ["shapes"]):
+            kind, wanted = wanted[0], None
+        elif wanted:
+            kind = "digits" if set(wanted) & set(DIGITS) else "shapes"
+    if task == "temporal" and kind not in ("digits", "mnist"):
+        raise DataError("temporal sets are turned digits: use mnist, or synthetic digits")
+    return kind, choose(CLASSES[kind], wanted, kind)
 
 
-def _mnist_parts(root, category):
-    """Categories; then for the training and the test data: pixels, labels, identities."""
-    classes, parts = choose(tuple("0123456789"), category, "MNIST"), []
-    for part in ("train", "t10k"):
-        images, digits = read_mnist(root, part)
-        label = np.array([classes.index(d) if d in classes else -1 for d in "0123456789"])[digits]
-        images, label = images[label >= 0], label[label >= 0]
-        parts.append((spatial_mnist(images), label, np.array([fingerprint(i) for i in images])))
-    return classes, parts
+def choose(names, wanted, what):
+    """Those of `names` that are wanted, all if None."""
+    for w in wanted or ():
+        if w not in names:
+            near = difflib.get_close_matches(w, names, 1, 0)
+            raise DataError(f"no category {w!r} in {what}: did you mean {near[0]!r}?")
+    return tuple(n for n in names if not wanted or n in wanted)
 
 
-def _synthetic_parts(solid, category):
-    names = tuple(SOLIDS) if solid else tuple("0123456789")
-    classes, parts = choose(names, category, f"built-in {'shapes' if solid else 'digits'}"), []
-    for first, size in ((0, 6000), (6000, 1000)):
-        label = np.arange(size) % len(classes)
-        kinds = np.array(classes)[label]
-        pick = solids(kinds, first) if solid else glyphs(kinds.astype(np.int64), first)
-        parts.append((pick, label, np.arange(first, first + size)))
-    return classes, parts
+def _grid(times):
+    times = np.asarray(times, np.float64)
+    if times.ndim != 1 or not len(times) or not np.isfinite(times).all():
+        raise DataError(f"times={times.tolist()}: want a list of numbers")
+    return times
 
 
-def _modelnet_parts(root, name, category, points):
-    name = "modelnet40" if name == "modelnet" else name
-    classes = choose(MODELNET10 if name == "modelnet10" else MODELNET40, category, name)
-    clouds = [
-        [modelnet_points(root, name, c, p, points) for c in classes] for p in ("train", "test")
+def _parts(kind, root, classes, points):
+    """For the training and for the test data: points of sets, their labels, their identities."""
+    if kind == "mnist":
+        return [_mnist_part(classes, *read_mnist(root, part)) for part in ("train", "t10k")]
+    if kind in ("digits", "shapes"):
+        return [_built_in_part(kind, classes, *sets) for sets in ((0, 6000), (6000, 1000))]
+    read = [
+        [meshes.modelnet_points(root, kind, c, part, points) for c in classes]
+        for part in ("train", "test")
     ]
-    stored, parts = min(c.shape[1] for part in clouds for c in part), []
-    for part in clouds:
-        label = np.repeat(np.arange(len(part)), [len(c) for c in part])
-        part = np.concatenate([c[:, :stored] for c in part])
-        parts.append((stored_cloud(part), label, np.array([fingerprint(c) for c in part])))
-    return classes, parts
+    stored = min(c.shape[1] for part in read for c in part)
+    return [_modelnet_part(part, stored) for part in read]
 
 
-def stored_cloud(clouds):
-    """A function (index, n, rng) → (B, n, 3): n different ones of a cloud's m points (N, m, 3)."""
+def _mnist_part(classes, images, digits):
+    label = np.array([classes.index(d) if d in classes else -1 for d in DIGITS])[digits]
+    images, label = images[label >= 0], label[label >= 0]
+    return spatial_mnist(images), label, np.array([fingerprint(i) for i in images])
 
-    def cloud(index, n, rng):
-        pick = smallest(rng.uniform(clouds.shape[1]), n)
-        return clouds[index[:, None], pick].astype(np.float32)
 
-    return cloud
+def _built_in_part(kind, classes, first, size):
+    label = np.arange(size) % len(classes)
+    names = np.array(classes)[label]
+    pick = solids(names, first) if kind == "shapes" else glyphs(names.astype(np.int64), first)
+    return pick, label, np.arange(first, first + size)
+
+
+def _modelnet_part(clouds, stored):
+    label = np.repeat(np.arange(len(clouds)), [len(c) for c in clouds])
+    clouds = np.concatenate([c[:, :stored] for c in clouds])
+    return stored_cloud(clouds), label, np.array([fingerprint(c) for c in clouds])
 
 
 # ------------------------------------------------------------------------------- download
@@ -549,41 +550,42 @@ URLS = {
     "modelnet": "https://modelnet.cs.princeton.edu/",
     "modelnet10": "https://3dvision.princeton.edu/projects/2014/3DShapeNets/",
 }
+NETWORK = (urllib.error.URLError, ConnectionError, TimeoutError, http.client.HTTPException)
+TIMEOUT, TRIES = 30.0, 5  # seconds to wait for a server; failures in a row before giving up
 
 
-def fetch(url, path, check, *, timeout=30.0, tries=5, pause=1.0):
+def fetch(url, path, check):
     """Download to `path`, which appears only when whole and `check(file)` raises no DataError.
 
     What has arrived waits in path.part, from where this call, or a later one, goes on.
     """
     part, failures = path.with_name(path.name + ".part"), 0
-    path.parent.mkdir(parents=True, exist_ok=True)
-    while failures < tries:
+    while failures < TRIES:
         if failures:
-            time.sleep(min(pause * 2 ** (failures - 1), 30))
+            time.sleep(min(2 ** (failures - 1), 30))
         before = part.stat().st_size if part.exists() else 0
         try:
-            _transfer(url, part, before, timeout)
+            _transfer(url, part, before)
             check(part)
             return os.replace(part, path)
         except DataError as e:
             part.unlink(missing_ok=True)
             trouble, failures = e, failures + 1
-        except (OSError, http.client.HTTPException) as e:
-            if getattr(e, "code", 500) < 500 and e.code not in (408, 429):
+        except NETWORK as e:
+            if 400 <= getattr(e, "code", 500) < 500 and e.code not in (408, 429):
                 raise DataError(f"{url}: {e}; name another address with --url") from None
-            if getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
-                raise DataError(f"{part}: {e.strerror}; once mended, run it again") from None
             grew = part.exists() and part.stat().st_size > before
             trouble, failures = e, 0 if grew else failures + 1
-    raise DataError(f"{url}: {trouble}, {tries} times; run the same command again to go on")
+        except OSError as e:
+            raise DataError(f"{part}: {e.strerror}; once mended, run it again") from None
+    raise DataError(f"{url}: {trouble}, {TRIES} times; run the same command again to go on")
 
 
-def _transfer(url, part, have, timeout):
+def _transfer(url, part, have):
     """Append what is missing to `part`, or write it anew if the server cannot resume."""
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     try:
-        reply = urllib.request.urlopen(request, timeout=timeout)
+        reply = urllib.request.urlopen(request, timeout=TIMEOUT)
     except urllib.error.HTTPError as e:
         if e.code != 416:
             raise
@@ -593,7 +595,7 @@ def _transfer(url, part, have, timeout):
             have = 0
         length = reply.headers.get("Content-Length")
         total = have + int(length) if length else None
-        bar = Progress(url, total, have)
+        bar = meshes.Progress(url, total, have)
         with open(part, "ab" if have else "wb") as f:
             while piece := reply.read1(1 << 16):
                 f.write(piece)
@@ -611,6 +613,45 @@ def check_mnist(path):
         raise DataError(f"{path}: md5 of the contents is {got}, not {want}")
 
 
+@contextlib.contextmanager
+def alone(folder):
+    """Keep a second download out of `folder`, where the system can lock one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY) if fcntl else None
+    try:
+        if fcntl:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise DataError(f"{folder}: another download into it is under way") from None
+    finally:
+        if fcntl:
+            os.close(lock)
+
+
+def download(args):
+    """Fetch what is missing or damaged of `args.data`."""
+    root, base = Path(args.root), (args.url or URLS[args.data]).rstrip("/") + "/"
+    files, check = [root / "mnist" / f"{name}.gz" for name in MNIST], check_mnist
+    if args.data != "mnist":
+        name = "ModelNet10.zip" if args.data == "modelnet10" else "ModelNet40.zip"
+        files, check = [root / name], meshes.check_zip
+    with alone(files[0].parent):
+        for path in files:
+            try:
+                whole = path.exists() and check(path) is None
+            except DataError as e:
+                say(f"{e}; fetching it again")
+                whole = False
+            if not whole:
+                say(f"{base}{path.name} → {path}")
+                fetch(base + path.name, path, check)
+            say(f"{path} is there and whole")
+            if args.unpack and not (folder := path.with_suffix("")).exists():
+                meshes.unpack(path, folder)
+                say(f"{folder} is unpacked")
+
+
 def parse(argv=None):
     parser = argparse.ArgumentParser(
         description="Download data: MNIST (12 MB), ModelNet40 (2 GB) or ModelNet10 (0.5 GB). "
@@ -620,41 +661,12 @@ def parse(argv=None):
     parser.add_argument("data", choices=URLS, help="what to download")
     parser.add_argument("--root", default="data", help="folder to download into")
     parser.add_argument("--url", help="address of the folder with the files; None: the publisher's")
-    parser.add_argument("--timeout", type=float, default=30, help="seconds to wait for a server")
-    parser.add_argument("--tries", type=int, default=5, help="failures in a row before giving up")
-    parser.add_argument(
-        "--unpack",
-        action="store_true",
-        help="unpack ModelNet's zip, though it can be read as it is",
-    )
+    unpack = "unpack ModelNet's zip, though it can be read as it is"
+    parser.add_argument("--unpack", action="store_true", help=unpack)
     args = parser.parse_args(argv)
     if args.unpack and args.data == "mnist":
         parser.error("--unpack is for ModelNet: MNIST is read as it comes")
-    if args.tries < 1 or args.timeout <= 0:
-        parser.error(f"want --tries ≥ 1 and --timeout > 0, not {args.tries} and {args.timeout:g}")
     return args
-
-
-def download(args):
-    """Fetch what is missing or damaged of `args.data`."""
-    root, base = Path(args.root), (args.url or URLS[args.data]).rstrip("/") + "/"
-    files, check = [root / "mnist" / f"{name}.gz" for name in MNIST], check_mnist
-    if args.data != "mnist":
-        name = "ModelNet10.zip" if args.data == "modelnet10" else "ModelNet40.zip"
-        files, check = [root / name], check_zip
-    for path in files:
-        try:
-            whole = path.exists() and check(path) is None
-        except DataError as e:
-            say(f"{e}; fetching it again")
-            whole = False
-        if not whole:
-            say(f"{base}{path.name} → {path}")
-            fetch(base + path.name, path, check, timeout=args.timeout, tries=args.tries)
-        say(f"{path} is there and whole")
-        if args.unpack and not (folder := path.with_suffix("")).exists():
-            unpack(path, folder)
-            say(f"{folder} is unpacked")
 
 
 def main(argv=None):
@@ -662,7 +674,7 @@ def main(argv=None):
     args = parse(argv)
     try:
         download(args)
-    except (DataError, OSError) as e:
+    except (ValueError, OSError) as e:
         say(e)
         return 2
     except KeyboardInterrupt:

@@ -341,15 +341,12 @@ def _hdf5(path, category, split):
     return clouds, lambda cloud, count: _some_points(cloud[1], cloud[0], count)
 
 
-COPIES = {
-    "modelnet40": {
-        "ModelNet40": _off_tree,
-        "ModelNet40.zip": _off_zip,
-        "modelnet40_normal_resampled": _resampled,
-        "modelnet40_ply_hdf5_2048": _hdf5,
-        "ModelNet40_cloud.h5": _hdf5,
-    },
-    "modelnet10": {"ModelNet10": _off_tree, "ModelNet10.zip": _off_zip},
+COPIES = {  # by their names for ModelNet40; of ModelNet10 there are the first two
+    "ModelNet40": _off_tree,
+    "ModelNet40.zip": _off_zip,
+    "modelnet40_normal_resampled": _resampled,
+    "modelnet40_ply_hdf5_2048": _hdf5,
+    "ModelNet40_cloud.h5": _hdf5,
 }
 
 
@@ -357,9 +354,10 @@ COPIES = {
 def modelnet_points(root, name, category, split, points):
     """Shapes (N, m ≥ points, 3) of radius 1: from the cache, else from a copy, which fills it."""
     cache = Path(root) / name / f"{category}_{split}.npz"
+    copies = {file.replace("40", name[-2:]): reader for file, reader in COPIES.items()}
     stored, origin = read_cache(cache) if cache.is_file() else None, cache
     if stored is None or stored.shape[1] < points:
-        for file, reader in COPIES[name].items():
+        for file, reader in copies.items():
             path = Path(root) / file
             shapes, read = reader(path, category, split) if path.exists() else ((), None)
             if shapes:
@@ -369,7 +367,7 @@ def modelnet_points(root, name, category, split, points):
     if stored is None:
         raise DataError(
             f"no {split} shapes of {category!r} in {root}: looked for {cache} and in "
-            f"{', '.join(COPIES[name])}; run `python data.py {name.removesuffix('40')} "
+            f"{', '.join(copies)}; run `python data.py {name.removesuffix('40')} "
             f"--root {root}` or name its folder with --root"
         )
     if stored.shape[1] < points:

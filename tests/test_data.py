@@ -559,7 +559,7 @@ def test_a_zip_that_leaves_its_folder_is_refused_by_reader_and_unpacker(tmp_path
         z.writestr(member, b"evil")
     for act in (
         lambda: data.load("modelnet", tmp_path),
-        lambda: data.unpack(path, tmp_path / "ModelNet40"),
+        lambda: meshes.unpack(path, tmp_path / "ModelNet40"),
     ):
         with pytest.raises(DataError) as error:
             act()
@@ -1009,7 +1009,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server():
+def server(monkeypatch):
+    monkeypatch.setattr(data, "TIMEOUT", 0.3)
+    monkeypatch.setattr(data, "TRIES", 2)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     server.files, server.faults, server.seen, server.release = {}, [], [], threading.Event()
@@ -1035,9 +1037,7 @@ def mnist_server(server, tmp_path, monkeypatch):
 
 
 def run(server, root, *more):
-    return data.main(
-        [*more, "--root", str(root), "--url", server.url, "--timeout", "0.3", "--tries", "2"]
-    )
+    return data.main([*more, "--root", str(root), "--url", server.url])
 
 
 def holds(path, body):
@@ -1159,14 +1159,14 @@ def test_no_server_at_all_exits_2_with_the_address(tmp_path, monkeypatch, capsys
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/"
-    assert data.main(["mnist", "--root", str(tmp_path), "--url", url, "--tries", "2"]) == 2
+    assert data.main(["mnist", "--root", str(tmp_path), "--url", url]) == 2
     assert url in capsys.readouterr().err
 
 
 def test_a_full_disk_while_downloading_is_one_clear_error(
     mnist_server, tmp_path, monkeypatch, capsys
 ):
-    def full(url, part, have, timeout):
+    def full(url, part, have):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(data, "_transfer", full)
@@ -1209,7 +1209,7 @@ def test_unpacking_onto_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(zipfile.ZipFile, "extractall", full)
     with pytest.raises(DataError) as error:
-        data.unpack(path, tmp_path / "ModelNet40")
+        meshes.unpack(path, tmp_path / "ModelNet40")
     one_line(error, path, "No space left")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ModelNet40.zip", "elsewhere"]
 
@@ -1241,18 +1241,9 @@ def test_help_names_every_option_with_its_default_and_wrong_usage_exits_2(capsys
         data.parse(["--help"])
     assert done.value.code == 0
     text = capsys.readouterr().out
-    for part in (
-        "--root",
-        "(default: data)",
-        "--url",
-        "--timeout",
-        "(default: 30)",
-        "--tries",
-        "--unpack",
-    ):
+    for part in ("--root", "(default: data)", "--url", "--unpack"):
         assert part in text
-    more = ["mnist", "--tries", "0"], ["mnist", "--timeout", "0"]
-    for wrong in (["imagenet"], [], ["mnist", "--unpack"], *more):
+    for wrong in (["imagenet"], [], ["mnist", "--unpack"]):
         with pytest.raises(SystemExit) as done:
             data.parse(wrong)
         assert done.value.code == 2
@@ -1261,7 +1252,7 @@ def test_help_names_every_option_with_its_default_and_wrong_usage_exits_2(capsys
 def test_progress_tells_the_time_left(monkeypatch, capsys):
     clock = iter([0.0, 5.0, 12.0, 30.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    bar = data.Progress("a file", 200, done=100)
+    bar = meshes.Progress("a file", 200, done=100)
     bar.show(110)  # too early to say anything
     bar.show(140)
     bar.show(190)
