@@ -87,7 +87,7 @@ def read_bytes(path):
             parts.append(unzip.decompress(data[at : at + (1 << 16)]))
         except zlib.error as e:
             raise DataError(f"{path}, offset {at} or later: damaged gzip ({e}); {again}") from None
-        if sum(map(len, parts)) > 1 << 28:  # five times MNIST
+        if sum(map(len, parts)) > meshes.LARGEST:
             raise DataError(f"{path}, offset {at}: too large to be of MNIST; {again}")
     if not unzip.eof or unzip.unused_data:
         end = len(data) - len(unzip.unused_data)
@@ -392,13 +392,15 @@ def batches(
             raise DataError(f"a batch of {min(batch_size, len(split))} sets for {world} processes")
         order = np.argsort(Random(order, ORDER, seed, epoch).key)[: len(order) // world * world]
 
+    def share(step):
+        return order[step * batch_size : (step + 1) * batch_size][rank::world]
+
     def prepare(step):
-        where = order[step * batch_size : (step + 1) * batch_size][rank::world]
-        x, mask, label = split.draw(where, points=points, seed=seed, epoch=epoch)
+        x, mask, label = split.draw(share(step), points=points, seed=seed, epoch=epoch)
         t = None if split.times is None else split.times.astype(np.float32)
         return Batch(*(_tensor(array, device) for array in (x, mask, label, t)))
 
-    todo = [step for step in range(start, count) if step * batch_size + rank < len(order)]
+    todo = [step for step in range(start, count) if len(share(step))]
     return _ahead(prepare, todo, workers) if workers else map(prepare, todo)
 
 
@@ -499,8 +501,9 @@ def choose(names, wanted, what):
     """Those of `names` that are wanted, all if None."""
     for w in wanted or ():
         if w not in names:
-            near = difflib.get_close_matches(w, names, 1, 0)
-            raise DataError(f"no category {w!r} in {what}: did you mean {near[0]!r}?")
+            near = difflib.get_close_matches(w, names, 1, 0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+            raise DataError(f"no category {w!r} in {what}: {hint}")
     return tuple(n for n in names if not wanted or n in wanted)
 
 

@@ -349,6 +349,11 @@ SQUARE = b"OFF\n4 2 0\n0 0 0\n1 0 0\n1 1 0\n0 1 0\n3 0 1 2\n3 0 2 3\n"
         (SQUARE.replace(b"3 0", b"2 0"), ["no area"]),
         (SQUARE.replace(b"1 1 0", b"2 0 0").replace(b"0 1 0", b"3 0 0"), ["no area"]),
         (b"OFF\n999999999 999999999 0\n0 0 0\n", ["line 3", "1 of 999999999 vertices"]),
+        (b"OFF\n" + b"9" * 5000 + b" 1 0\n", ["line 1", "not an OFF"]),
+        (SQUARE.replace(b"4 2 0", b"5 2 0", 1), ["line 7", "corners"]),
+        (SQUARE.replace(b"4 2 0", b"3 2 0", 1), ["line 8", "more than the 2 faces"]),
+        (SQUARE.replace(b"3 0 2 3", b"-3 0 2 3 1 1"), ["line 8", "not a face"]),
+        (SQUARE.replace(b"1 1 0", b"1e300 1e300 0"), ["area"]),
     ],
 )
 def test_a_wrong_off_file_is_one_clear_error(tmp_path, text, says):
@@ -567,6 +572,27 @@ def test_a_zip_that_leaves_its_folder_is_refused_by_reader_and_unpacker(tmp_path
     assert [p.name for p in tmp_path.rglob("*")] == ["ModelNet40.zip"]
 
 
+def test_a_file_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(meshes, "LARGEST", 10**6)
+    path = make_mnist(tmp_path)["train-images-idx3-ubyte"]
+    path.write_bytes(gzip.compress(bytes(2 * 10**6)))
+    with pytest.raises(DataError) as error:
+        data.load("mnist", tmp_path)
+    one_line(error, path, "too large")
+    with zipfile.ZipFile(tmp_path / "ModelNet40.zip", "w", zipfile.ZIP_DEFLATED) as z:
+        z.writestr("ModelNet40/chair/train/chair_0001.off", bytes(2 * 10**6))
+    with pytest.raises(DataError) as error:
+        data.load("modelnet", tmp_path, category="chair")
+    one_line(error, "ModelNet40.zip", "chair_0001.off", "refused")
+
+
+def test_an_empty_category_folder_says_where_it_looked(tmp_path):
+    make_modelnet(tmp_path, ["chair"], train=0)
+    with pytest.raises(DataError) as error:
+        data.load("modelnet", tmp_path, category="chair")
+    one_line(error, "no train shapes of 'chair'", tmp_path / "modelnet40", "ModelNet40.zip")
+
+
 def test_a_damaged_zip_names_the_member(tmp_path):
     make_modelnet(tmp_path)
     path = zip_tree(tmp_path)
@@ -604,13 +630,14 @@ def test_a_full_disk_while_caching_leaves_nothing_behind(tmp_path, monkeypatch):
 def test_a_folder_that_cannot_be_written_to_is_only_a_note(tmp_path, monkeypatch, capsys):
     make_modelnet(tmp_path)
 
-    def read_only(file, **arrays):
+    def read_only(file, **options):
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(np, "savez", read_only)
+    monkeypatch.setattr(Path, "unlink", read_only)  # as a read-only mount does, file or no file
     assert len(data.load("modelnet", tmp_path, category="chair").train)
     assert "Read-only" in capsys.readouterr().err
-    assert list((tmp_path / "modelnet40").iterdir()) == []
+    assert not list((tmp_path / "modelnet40").glob("*.npz"))
 
 
 class Evil:
@@ -623,15 +650,22 @@ class Evil:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize("contents", ["pickle", "cut", "no points", "shape", "nan", "empty"])
+@pytest.mark.parametrize(
+    "contents", ["pickle", "cut", "no points", "shape", "nan", "empty", "none", "array", "units"]
+)
 def test_a_wrong_cache_is_one_clear_error_and_nothing_is_unpickled(tmp_path, contents):
     path = tmp_path / "modelnet40" / "chair_train.npz"
     path.parent.mkdir()
     points = np.zeros((4, 600, 3), np.float32)
-    points[2, 5] = np.nan if contents == "nan" else 1
+    points[:, 0, 0] = 1
+    points[2, 5] = np.nan if contents == "nan" else 0
     arrays = {"pickle": np.array([Evil(tmp_path / "evil"), None]), "shape": points[0]}
+    arrays |= {"none": points[:0], "units": points * 100}
     name = "clouds" if contents == "no points" else "points"
     np.savez(path, **{name: arrays.get(contents, points)})
+    if contents == "array":
+        with open(path, "wb") as f:
+            np.save(f, points)
     if contents in ("cut", "empty"):
         path.write_bytes(path.read_bytes()[: 999 if contents == "cut" else 0])
     with pytest.raises(DataError) as error:
@@ -768,6 +802,12 @@ def test_a_shape_stays_itself_while_its_points_change():
         ({"points": (5, 4)}, r"points=\(5, 4\)"),
         ({"valid": 0}, "valid=0"),
         ({"valid": 1.5}, "valid=1.5"),
+        ({"valid": math.nan}, "valid=nan"),
+        ({"points": 2.5}, "points=2.5"),
+        ({"points": (1, 2, 3)}, "points="),
+        ({"task": "temporal", "times": []}, "times="),
+        ({"task": "temporal", "times": [0, math.inf]}, "times="),
+        ({"name": "mnist", "category": "shapes"}, "there are 0, 1"),
         ({"category": "chair,3"}, "chair"),
     ],
 )
@@ -957,11 +997,32 @@ def test_batches_go_straight_to_the_device():
 
 @pytest.mark.parametrize(
     "options",
-    [{"batch_size": 0}, {"batch_size": 3, "world": 2}, {"batch_size": 4, "rank": 2, "world": 2}],
+    [
+        {"batch_size": 0},
+        {"batch_size": 3, "world": 2},
+        {"batch_size": 4, "rank": 2, "world": 2},
+        {"batch_size": 6000, "world": 6000},
+        {"batch_size": 600, "start": 10},
+        {"batch_size": 600, "start": -1},
+    ],
 )
-def test_wrong_shares_are_refused(options):
-    with pytest.raises(ValueError, match=r"batch|rank"):
-        next(data.batches(data.load().train, **options))
+def test_wrong_shares_and_starts_are_refused(options):
+    with pytest.raises(DataError, match=r"batch|rank|start"):
+        data.batches(data.load().train, **options)
+
+
+def test_a_process_without_a_share_of_a_batch_gets_none():
+    split = data.load(points=1).valid
+    shares = [list(data.batches(split, 2, training=False, rank=r, world=3)) for r in range(3)]
+    assert [len(s) for s in shares] == [300, 300, 0]
+    assert list(data.batches(split, 60, start=10)) == []  # taken up at the very end
+
+
+def test_more_points_than_were_loaded_are_refused(tmp_path):
+    make_modelnet(tmp_path, ["chair"])
+    split = data.load("modelnet", tmp_path, category="chair").train
+    with pytest.raises(DataError, match=r"2049.*2048"):
+        split.draw([0], points=2049)
 
 
 def test_stored_points_are_drawn_without_replacement():
@@ -1161,6 +1222,21 @@ def test_no_server_at_all_exits_2_with_the_address(tmp_path, monkeypatch, capsys
         url = f"http://127.0.0.1:{free.getsockname()[1]}/"
     assert data.main(["mnist", "--root", str(tmp_path), "--url", url]) == 2
     assert url in capsys.readouterr().err
+
+
+def test_an_address_that_is_none_exits_2(tmp_path, capsys):
+    assert data.main(["mnist", "--root", str(tmp_path), "--url", "somewhere"]) == 2
+    assert "somewhere" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_second_download_into_the_same_folder_is_refused_while_one_runs(
+    mnist_server, tmp_path, capsys
+):
+    with data.alone(tmp_path / "data" / "mnist"):
+        assert run(mnist_server, tmp_path / "data", "mnist") == 2
+    assert "another download" in capsys.readouterr().err
+    assert not mnist_server.seen
+    assert run(mnist_server, tmp_path / "data", "mnist") == 0
 
 
 def test_a_full_disk_while_downloading_is_one_clear_error(
