@@ -22,11 +22,11 @@ Departures from the paper
   draws them once and carries them along. We follow the text; `resample=False` follows the code.
   The noise there is U[0, 0.2) pixels; ours is U[−0.1, 0.1), so that the series stays centred.
 - The noise of 0.001 is in "raw units", which differ from one copy of ModelNet to the next. Here
-  every shape is first centred and scaled to radius 1, whatever it was read from.
+  they are those of a shape of radius 1, whatever it was read from (meshes.py).
 - The classifier's sets are prepared like the flow's, noise included, as in the authors' code.
 - Model selection needs data of its own: a tenth of the training sets is held out for it. Training
   shapes identical to a test shape are left out, and twins within the training data stay together.
-- The built-in sets are ours, so that everything runs without a download.
+- The built-in sets (shapes.py) are ours, so that everything runs without a download.
 """
 
 import argparse
@@ -100,11 +100,9 @@ def read_idx(path, ndim):
     data = read_bytes(path)
     magic, *shape = (int.from_bytes(data[4 * i : 4 * i + 4], "big") for i in range(1 + ndim))
     if magic != 0x800 + ndim:
-        fault = f"magic number {magic:#x}, not {0x800 + ndim:#x} of MNIST"
-        raise DataError(f"{path}, offset 0: {fault}")
+        raise DataError(f"{path}, offset 0: magic number {magic:#x}, not {0x800 + ndim:#x}")
     if len(data) != (want := 4 + 4 * ndim + math.prod(shape)):
-        fault = f"the file ends, but its header promises {want} bytes"
-        raise DataError(f"{path}, offset {len(data)}: {fault}")
+        raise DataError(f"{path}, offset {len(data)}: file ends, but promises {want} bytes")
     return np.frombuffer(data, np.uint8, offset=4 + 4 * ndim).reshape(shape)
 
 
@@ -127,9 +125,8 @@ def read_mnist(root, part):
     images, labels = read_idx(paths[0], 3), read_idx(paths[1], 1)
     if images.shape[1:] != (28, 28):
         raise DataError(f"{paths[0]}, offset 8: images of {images.shape[1:]} pixels, not (28, 28)")
-    if len(images) != len(labels):
-        counts = f"{len(images)} images in {paths[0]} but {len(labels)} labels in {paths[1]}"
-        raise DataError(counts)
+    if (n := len(images)) != (m := len(labels)):
+        raise DataError(f"{n} images in {paths[0]} but {m} labels in {paths[1]}")
     if len(labels) == 0 or labels.max() > 9:
         raise DataError(f"{paths[1]}: labels are not digits 0 to 9")
     if (blank := ~images.any((1, 2))).any():
@@ -302,12 +299,10 @@ class Split:
         """Mean σ of the Gaussian noise after scaling, over one draw of each set; None if none."""
         if not isinstance(self.source, Solid):
             return None
-        n, total = span(self.points if points is None else points)[1], 0.0
-        for i in range(0, len(self), 512):
-            index = self.index[i : i + 512]
-            scale = unit_box(self.source.cloud(index, n, Random(index, TEST)))[1]
-            total += float((SIGMA / scale).sum())
-        return total / len(self)
+        n = span(self.points if points is None else points)[1]
+        blocks = np.split(self.index, range(512, len(self), 512))
+        scale = [unit_box(self.source.cloud(i, n, Random(i, TEST)))[1] for i in blocks]
+        return float(np.mean(SIGMA / np.concatenate(scale), dtype=np.float64))
 
 
 class Splits(NamedTuple):
@@ -494,17 +489,13 @@ def _kind(name, task, category):
             kind = "digits" if set(wanted) & set(DIGITS) else "shapes"
     if task == "temporal" and kind not in ("digits", "mnist"):
         raise DataError("temporal sets are turned digits: use mnist, or synthetic digits")
-    return kind, choose(CLASSES[kind], wanted, kind)
-
-
-def choose(names, wanted, what):
-    """Those of `names` that are wanted, all if None."""
+    known = CLASSES[kind]
     for w in wanted or ():
-        if w not in names:
-            near = difflib.get_close_matches(w, names, 1, 0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
-            raise DataError(f"no category {w!r} in {what}: {hint}")
-    return tuple(n for n in names if not wanted or n in wanted)
+        if w not in known:
+            near = difflib.get_close_matches(w, known, 1, 0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise DataError(f"no category {w!r} in {kind}: {hint}")
+    return kind, tuple(c for c in known if not wanted or c in wanted)
 
 
 def _grid(times):
@@ -548,10 +539,10 @@ def _modelnet_part(clouds, stored):
 
 
 # ------------------------------------------------------------------------------- download
-URLS = {
-    "mnist": "https://ossci-datasets.s3.amazonaws.com/mnist/",
-    "modelnet": "https://modelnet.cs.princeton.edu/",
-    "modelnet10": "https://3dvision.princeton.edu/projects/2014/3DShapeNets/",
+SOURCES = {  # address, and files under --root
+    "mnist": ("https://ossci-datasets.s3.amazonaws.com/mnist/", [f"mnist/{n}.gz" for n in MNIST]),
+    "modelnet": ("https://modelnet.cs.princeton.edu/", ["ModelNet40.zip"]),
+    "modelnet10": ("https://3dvision.princeton.edu/projects/2014/3DShapeNets/", ["ModelNet10.zip"]),
 }
 NETWORK = (urllib.error.URLError, ConnectionError, TimeoutError, http.client.HTTPException)
 TIMEOUT, TRIES = 30.0, 5  # seconds to wait for a server; failures in a row before giving up
@@ -634,21 +625,20 @@ def alone(folder):
 
 def download(args):
     """Fetch what is missing or damaged of `args.data`."""
-    root, base = Path(args.root), (args.url or URLS[args.data]).rstrip("/") + "/"
-    files, check = [root / "mnist" / f"{name}.gz" for name in MNIST], check_mnist
-    if args.data != "mnist":
-        name = "ModelNet10.zip" if args.data == "modelnet10" else "ModelNet40.zip"
-        files, check = [root / name], meshes.check_zip
-    with alone(files[0].parent):
-        for path in files:
+    base, files = SOURCES[args.data]
+    base, check = args.url or base, check_mnist if args.data == "mnist" else meshes.check_zip
+    paths = [Path(args.root) / file for file in files]
+    with alone(paths[0].parent):
+        for path in paths:
             try:
                 whole = path.exists() and check(path) is None
             except DataError as e:
                 say(f"{e}; fetching it again")
                 whole = False
             if not whole:
-                say(f"{base}{path.name} → {path}")
-                fetch(base + path.name, path, check)
+                url = f"{base.rstrip('/')}/{path.name}"
+                say(f"{url} → {path}")
+                fetch(url, path, check)
             say(f"{path} is there and whole")
             if args.unpack and not (folder := path.with_suffix("")).exists():
                 meshes.unpack(path, folder)
@@ -661,7 +651,7 @@ def parse(argv=None):
         "Run it again to go on with what is missing.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("data", choices=URLS, help="what to download")
+    parser.add_argument("data", choices=SOURCES, help="what to download")
     parser.add_argument("--root", default="data", help="folder to download into")
     parser.add_argument("--url", help="address of the folder with the files; None: the publisher's")
     unpack = "unpack ModelNet's zip, though it can be read as it is"
