@@ -45,6 +45,7 @@ from sets import (
     keep,
     pool_max,
     tanh,
+    widths,
 )
 from solvers import odeint, odeint_adjoint, odeint_checkpoint
 
@@ -95,9 +96,9 @@ class ExNODE(nn.Module):
         def f(t, x):
             return self.field(t, x, mask, context)
 
-        return self.solve(f, x, times, context, stats)
+        return self.run(f, x, times, context, stats)
 
-    def solve(self, f, y0, times, context, stats):
+    def run(self, f, y0, times, context, stats):
         params = [*self.field.parameters(), *([] if context is None else [context])]
         t = torch.tensor(times, dtype=torch.float64)
         states = solve(f, y0, t, params, self.gradient, stats=stats, **self.settings)
@@ -107,7 +108,7 @@ class ExNODE(nn.Module):
         """z(t₁) and ∫ Tr(∂f/∂z) dt per set; exact, or Hutchinson's estimate if noise is given."""
         start = (x, x.new_zeros(x.shape[:-2]))
         f = self.augmented(mask, context, noise)
-        return self.solve(f, start, (0.0, self.t1), context, stats)
+        return self.run(f, start, (0.0, self.t1), context, stats)
 
     def augmented(self, mask, context, noise):
         """(t, (x, log det)) ↦ (f, Tr ∂f/∂x),  Tr ≈ mean over probes of eᵀ (∂f/∂x) e."""
@@ -157,7 +158,7 @@ def make_field(name, dim, hidden, heads=4, time=False, context=0):
     if name == "concatsquash":
         return ConcatSquashField(dim, hidden, context)
     if name == "transformer":
-        return TransformerField(dim, hidden[0], len(hidden), heads, context)
+        return TransformerField(dim, widths(hidden)[0], len(widths(hidden)), heads, context)
     raise ValueError(
         f"field must be attention, deepsets, concatsquash or transformer, not {name!r}"
     )
@@ -184,6 +185,8 @@ class SetFlow(nn.Module):
     """Sec. 3.3: a chain of ExNODE blocks from data to N(0, I), and back.
 
     log p(x) = log N(z; 0, I) + Σ_blocks ∫ Tr(∂f/∂z) dt  with  z = encode(x).
+
+    `time` feeds t to attention and deepsets fields; concatsquash and transformer always read it.
     """
 
     def __init__(
@@ -359,23 +362,16 @@ class TemporalSetVAE(nn.Module):
 
     def latents(self, z0, t, stats=None):
         """z_t = ODESolve(z₀, t) for increasing t on either side of t0; `(B, T, latent)`."""
-        check_times(t)
-        t = t.detach().cpu().double()
-        start = torch.tensor([self.t0], dtype=torch.float64)
-        before, now, after = t[t < self.t0].flip(0), int((t == self.t0).sum()), t[t > self.t0]
-        params = self.dynamics.parameters()
-        parts = [z0[None]] * now
-        if len(after):
-            z = solve(
-                self.dynamics, z0, torch.cat([start, after]), params, stats=stats, **self.solver
-            )
-            parts.append(z[1:])
-        if len(before):
-            z = solve(
-                self.dynamics, z0, torch.cat([start, before]), params, stats=stats, **self.solver
-            )
-            parts.insert(0, z[1:].flip(0))
-        return torch.cat(parts).movedim(0, 1)
+        times = read_times(t)
+        before, after = [v for v in times if v < self.t0], [v for v in times if v > self.t0]
+        z = [z0[None]] if self.t0 in times else []
+        for side in (before[::-1], after):
+            if side:
+                grid = torch.tensor([self.t0, *side], dtype=torch.float64)
+                params = self.dynamics.parameters()
+                path = solve(self.dynamics, z0, grid, params, stats=stats, **self.solver)[1:]
+                z = [path.flip(0), *z] if side[0] < self.t0 else [*z, path]
+        return torch.cat(z).movedim(0, 1)
 
     def elbo(self, x, t, mask=None, generator=None):
         """Eq. 11 per series: Σᵢ log p(x_tᵢ | z_tᵢ) − KL, with one z₀ from the posterior."""
@@ -394,9 +390,10 @@ class TemporalSetVAE(nn.Module):
         z = self.latents(posterior.sample(generator), t)
         return self.decoder.matching_loss(x, mask, z, coupling, generator), posterior.kl()
 
-    @torch.no_grad()
     def decode(self, z0, t, points, generator=None):
         """Eq. 13: sets x̂ `(B, T, points, d)` at any times t, from base points y ~ N(0, I)."""
+        if points < 1:
+            raise ValueError(f"points must be at least 1, not {points}")
         z = self.latents(z0, t)
         shape = (*z.shape[:-1], points, self.dim)
         y = torch.randn(shape, dtype=z.dtype, device=z.device, generator=generator)
@@ -405,8 +402,9 @@ class TemporalSetVAE(nn.Module):
     @torch.no_grad()
     def sample(self, sets, t, points, generator=None):
         """Eq. 12: z₀ ~ N(0, I), then decode."""
-        weight = next(self.parameters())
-        shape = (sets, self.latent)
+        if sets < 1:
+            raise ValueError(f"sets must be at least 1, not {sets}")
+        weight, shape = next(self.parameters()), (sets, self.latent)
         z0 = torch.randn(shape, dtype=weight.dtype, device=weight.device, generator=generator)
         return self.decode(z0, t, points, generator)
 
@@ -431,15 +429,18 @@ class LatentField(nn.Module):
         return self.network(z)
 
 
-def check_times(t):
+def read_times(t):
+    """t as a list, checked."""
     if t.dim() != 1 or len(t) == 0 or not t.is_floating_point():
         raise ValueError(f"t must be a 1-D floating point tensor of times, not {tuple(t.shape)}")
-    if t.device.type == "cpu" and not bool((t.diff() > 0).all() & torch.isfinite(t).all()):
-        raise ValueError(f"t must be finite and strictly increasing, not {t.tolist()}")
+    times = t.tolist()
+    if not all(map(math.isfinite, times)) or any(b <= a for a, b in zip(times, times[1:])):
+        raise ValueError(f"t must be finite and strictly increasing, not {times}")
+    return times
 
 
 def check_series(x, t, dim, mask):
-    check_times(t)
+    read_times(t)
     if x.dim() != 4 or x.shape[1] != len(t):
         raise ValueError(f"x must be (B, {len(t)} times, points, {dim}), not {tuple(x.shape)}")
     check_set(x, dim, mask)
