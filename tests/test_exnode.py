@@ -1,0 +1,706 @@
+"""Models against Jacobians, closed forms, importance samples and the paper's table."""
+
+import itertools
+import math
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_sets import (
+    F32,
+    F64,
+    GARBAGE,
+    SEEDS,
+    FakeCuda,
+    cases,
+    close,
+    draw_mask,
+    draw_order,
+    fake_cuda,
+    filled,
+    one_by_one,
+    same_after_copies,
+    shuffled,
+)
+from torch import distributions, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from exnode import (
+    ExNODE,
+    SetClassifier,
+    SetFlow,
+    TemporalSetVAE,
+    assign,
+    draw_noise,
+    round_robin,
+)
+from sets import DeepSets, Field, SetTransformer
+from solvers import Stats
+
+RK4 = {"method": "rk4", "options": {"step_size": 0.1}}
+TIGHT = {"method": "dopri5", "rtol": 1e-9, "atol": 1e-9}
+BATCHES = st.sampled_from([(), (1,), (3,), (2, 2)])
+ELEMENTARY = st.sampled_from(["attention", "deepsets", "concatsquash"])  # with their own traces
+CLASSIFIERS = {
+    "deepsets": lambda: SetClassifier(2, 3, "deepsets"),
+    "attention": lambda: SetClassifier(2, 3, "attention"),
+    "DeepSets": lambda: DeepSets(2, 3, 8),
+    "SetTransformer": lambda: SetTransformer(2, 3, 8, 2, inducing=3),
+}
+all_classifiers = pytest.mark.parametrize("name", CLASSIFIERS)
+all_traces = pytest.mark.parametrize("trace", ["exact", "hutchinson"])
+
+
+def make_flow(seed=0, dim=2, blocks=2, field="attention", scale=2.0, **how):
+    """A flow in float64 that bends: its blocks differ, and their fields are far from linear."""
+    torch.manual_seed(seed)
+    flow = SetFlow(dim, blocks, (8, 8), 2, field, **{"gradient": "backprop", **RK4, **how}).double()
+    with torch.no_grad():
+        for p in flow.parameters():
+            p.mul_(scale)
+    return flow
+
+
+def make_vae(seed=0, dim=2, latent=3, **how):
+    torch.manual_seed(seed)
+    how = {"hidden": (8, 8), "heads": 2, "trace": "exact", "gradient": "backprop", **RK4, **how}
+    return TemporalSetVAE(dim, latent, **how).double().eval()
+
+
+def series(batch=2, n=4, dim=2, ts=(0.1, 0.5, 0.6)):
+    t = torch.tensor(ts, dtype=F64)
+    return torch.randn(batch, len(t), n, dim, dtype=F64), t
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+class By(Field):
+    """A field from a formula f(t, x, context), without parameters that matter."""
+
+    def __init__(self, dim, f, trace=None, context=0):
+        super().__init__(dim, True, context)
+        self.f, self.trace, self.weight = f, trace, nn.Parameter(torch.zeros((), dtype=F64))
+
+    def forward(self, t, x, mask=None, context=None):
+        return self.f(t, x, context)
+
+    def value_and_trace(self, t, x, mask=None, context=None):
+        return self(t, x, mask, context), x.new_full(x.shape[:-2], self.trace)
+
+
+def by_hand(*fields, dim=1, t1=0.5, **how):
+    """A flow whose blocks have the given fields."""
+    flow = SetFlow(dim, len(fields), 8, 2, t1=t1, trace="exact", **{**RK4, **how}).double()
+    for block, field in zip(flow.blocks, fields):
+        block.field = field
+    return flow
+
+
+# ----------------------------------------------------------------------------- ExNODE, classifiers
+
+
+@settings(max_examples=20)
+@given(cases(scale=1.0), st.sampled_from([RK4, {**TIGHT, "rtol": 1e-6, "atol": 1e-6}]))
+def test_solution_is_equivariant_and_runs_back_to_where_it_started(case, how):
+    block, order, given = ExNODE(case.field, 0.7, **how), draw_order(case.x), case[3:]
+    z = block(case.x, *given)
+    to = shuffled(order, case.x), shuffled(order, case.mask, -1), case.context
+    close(block(*to), shuffled(order, z), 1e-8)
+    assert (z - case.x).abs().max() > 1e-3
+    if how is not RK4:
+        close(block.inverse(z, *given), case.x, 1e-3)
+        close(block(block.inverse(case.x, *given), *given), case.x, 1e-3)
+    if case.mask is not None:
+        close(z[~case.mask], case.x[~case.mask], 0)
+
+
+@all_classifiers
+@settings(max_examples=6)
+@given(SEEDS, st.integers(1, 6), BATCHES, GARBAGE)
+def test_classifier_knows_neither_order_nor_padding_of_a_set(name, seed, n, batch, value):
+    torch.manual_seed(seed)
+    model, x, mask = CLASSIFIERS[name]().double().eval(), torch.randn(*batch, n, 2, dtype=F64), None
+    order, logits = draw_order(x), model(x)
+    assert logits.shape == (*batch, 3)
+    close(model(shuffled(order, x)), logits)
+    mask = draw_mask(x.shape[:-1])
+    logits = model(filled(x, mask, value), mask)
+    close(model(shuffled(order, x), shuffled(order, mask, -1)), logits)
+    if batch:
+        for i, here in one_by_one(mask):
+            close(model(x[i][here][None])[0], logits[i])
+
+
+@all_classifiers
+def test_padding_changes_neither_training_nor_gradients_of_a_classifier(name):
+    model, x, mask, found = (
+        CLASSIFIERS[name]().double(),
+        torch.randn(4, 5, 2, dtype=F64),
+        draw_mask((4, 5)),
+        [],
+    )
+    for content in (x, filled(x, mask, 1e30)):
+        torch.manual_seed(1)  # of the dropout
+        content.requires_grad_()
+        grads = torch.autograd.grad(
+            model(content, mask).square().sum(), [content, *model.parameters()]
+        )
+        assert not grads[0][~mask].any()
+        assert grads[0][mask].any()
+        found.append(grads)
+    close(found[1], found[0], 1e-12)
+
+
+def test_classifier_takes_one_step_of_four_evaluations():
+    model, calls = SetClassifier(3, 40), []
+    model.block.field.register_forward_hook(lambda *args: calls.append(args))
+    model(torch.randn(2, 5, 3))
+    assert len(calls) == 4
+
+
+# -------------------------------------------------------------------------------------- likelihoods
+
+
+@settings(max_examples=12)
+@given(SEEDS, ELEMENTARY, st.integers(1, 3), st.integers(1, 2), BATCHES, st.booleans())
+def test_likelihood_is_base_density_plus_log_determinant_whatever_the_order(
+    seed, field, n, dim, batch, masked
+):
+    how = {"trace": "exact", "context": 2, "time": True, "options": {"step_size": 0.17}}
+    flow = make_flow(seed, dim, field=field, scale=1.0, **how)
+    x, z = torch.randn(*batch, n, dim, dtype=F64), torch.randn(*batch, 2, dtype=F64)
+    mask, order = draw_mask(x.shape[:-1]) if masked else None, draw_order(x)
+    log_prob = flow.log_prob(x, mask, z)
+    here = torch.ones(x.shape[:-1]).bool() if mask is None else mask
+    for i, points in one_by_one(here) if batch else [((), here)]:
+        alone, encode = x[i][points], partial(flow.encode, context=z[i])
+        jacobian = torch.autograd.functional.jacobian(encode, alone).view(alone.numel(), -1)
+        base = distributions.Normal(0, 1).log_prob(encode(alone)).sum()
+        close(log_prob[i], base + torch.linalg.slogdet(jacobian)[1], 1e-4)
+    e = torch.randn(2, *x.shape, dtype=F64)
+    for noise in (None, e):
+        found = flow.log_prob(x, mask, z, noise)
+        noise = None if noise is None else shuffled(order.expand(2, *order.shape), noise)
+        to = shuffled(order, x), shuffled(order, mask, -1), z
+        close(flow.log_prob(*to, noise), found, 1e-8)
+    close(flow.log_prob(x, mask, z, math.sqrt(n * dim) * basis(x)), log_prob, 1e-8)
+
+
+def basis(x):
+    """The n·d unit vectors of every set: as probes, times √(n d), their mean eᵀJe is tr J."""
+    n, d = x.shape[-2:]
+    e = torch.eye(n * d, dtype=F64).view(n * d, *[1] * (x.dim() - 2), n, d)
+    return e.expand(n * d, *x.shape)
+
+
+@pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
+def test_hutchinson_is_unbiased_with_noise_that_is_fixed_within_a_solve_and_kept_nowhere(kind):
+    flow = make_flow(trace="hutchinson", noise=kind, method="rk4", options=None)
+    x = torch.randn(3, 2, dtype=F64).expand(4000, 3, 2)
+    found = flow.log_prob(x, generator=seeded())
+    exact = flow.log_prob(x[:1], noise=math.sqrt(6) * basis(x[:1]))
+    assert 0.01 < found.std() < 10
+    assert (found.mean() - exact).abs() < 4 * found.std() / math.sqrt(4000)
+    e = draw_noise(x, 1, kind, seeded())
+    assert e.square().mean().sub(1).abs() < 0.05
+    assert (e.abs().sub(1).abs().max() < 1e-12) == (kind == "rademacher")
+    close(flow.log_prob(x, noise=e), found, 0)
+    flow.probes = 64
+    many = flow.log_prob(x[:500], generator=seeded(1))
+    assert 4 < found.std() / many.std() < 16  # √64 = 8
+    x = x[:1].clone().requires_grad_()
+    first = flow.log_prob(x, generator=seeded())
+    flow.log_prob(x, generator=seeded(1))
+    again = flow.log_prob(x, generator=seeded())
+    close(*(torch.autograd.grad(value.sum(), x)[0] for value in (first, again)), 0)
+
+
+@pytest.mark.parametrize("field", ["attention", "deepsets", "concatsquash"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_density_integrates_to_one(field, n):
+    flow = make_flow(dim=1, field=field, scale=1.5, trace="exact")
+    axis = torch.linspace(-9, 9, 121, dtype=F64)
+    x = torch.cartesian_prod(*[axis] * n).view(-1, n, 1)
+    with torch.no_grad():
+        density = flow.log_prob(x).exp() * (axis[1] - axis[0]) ** n
+    assert density.max() > 1e-4
+    assert density.sum().item() == pytest.approx(1, abs=2e-3)
+
+
+@settings(max_examples=8)
+@given(SEEDS, ELEMENTARY, st.sampled_from([1e-5, 1e-7, 1e-9]))
+def test_decoding_undoes_encoding_as_well_as_the_solver_can(seed, field, tol):
+    flow = make_flow(seed, 2, 3, field, 1.5, method="dopri5", rtol=tol, atol=tol, options=None)
+    x, mask = torch.randn(2, 4, 2, dtype=F64), draw_mask((2, 4))
+    for there, back in ((flow.encode, flow.decode), (flow.decode, flow.encode)):
+        z = there(x, mask)
+        assert (z - x)[mask].abs().max() > 1e-2
+        close(back(z, mask), x, 1000 * tol)
+
+
+@pytest.mark.parametrize("how", [RK4, TIGHT])
+@all_traces
+def test_three_gradients_of_the_likelihood_agree(how, trace):
+    flow = make_flow(trace=trace, context=2, time=True, **{"options": None, **how})
+    x, z = torch.randn(3, 4, 2, dtype=F64, requires_grad=True), torch.randn(3, 2, dtype=F64)
+    mask, found = draw_mask((3, 4)), {}
+    for gradient in ("backprop", "checkpoint", "adjoint"):
+        for block in flow.blocks:
+            block.gradient = gradient
+        context = z.clone().requires_grad_()
+        loss = flow.log_prob(x, mask, context, generator=seeded()).sum()
+        found[gradient] = torch.autograd.grad(loss, [x, context, *flow.parameters()])
+    assert not found["backprop"][0][~mask].any()
+    close(found["checkpoint"], found["backprop"], 1e-9)
+    close(found["adjoint"], found["backprop"], 1e-3 if how is RK4 else 1e-6)
+
+
+@settings(max_examples=6)
+@given(SEEDS, GARBAGE, st.sampled_from([RK4, {**TIGHT, "rtol": 1e-7, "atol": 1e-7}]))
+def test_padding_changes_neither_likelihood_nor_loss_nor_their_gradients(seed, value, how):
+    flow = make_flow(seed, scale=1.0, trace="exact", **{"options": None, **how})
+    x, mask, found = torch.randn(3, 4, 2, dtype=F64), draw_mask((3, 4)), []
+    for content in (x, filled(x, mask, value)):
+        content.requires_grad_()
+        log_prob, loss = (
+            flow.log_prob(content, mask),
+            flow.matching_loss(content, mask, generator=seeded()),
+        )
+        grads = torch.autograd.grad(log_prob.sum() + loss, [content, *flow.parameters()])
+        assert not grads[0][~mask].any()
+        found.append((log_prob, loss, grads))
+    close(found[1], found[0], 1e-12 if how is RK4 else 1e-5)
+    for i, here in one_by_one(mask):
+        close(flow.log_prob(x[i][here]), log_prob[i], 1e-10 if how is RK4 else 1e-5)
+
+
+def test_samples_have_the_density_of_the_model_for_any_number_of_points():
+    rates = [(0.4, -0.9), (-0.7, 0.5)]  # ẋ = a x + b mean(x), and over all blocks t₁ Σ
+    n, sets, t1 = 3, 4000, 0.5
+    a, ab = (t1 * sum(rate) for rate in zip(*[(a, a + b) for a, b in rates]))
+
+    def field(n, a, b):
+        return By(1, lambda t, x, z: a * x + b * x.mean(-2, keepdim=True), trace=n * a + b)
+
+    for points in (n, 5):
+        flow = by_hand(*(field(points, *rate) for rate in rates), t1=t1)
+        mean = torch.full((points, points), 1 / points, dtype=F64)
+        shrink = math.exp(-a) * (torch.eye(points) - mean) + math.exp(-ab) * mean  # x = shrink z
+        x = flow.sample(sets, points, seeded())
+        assert x.shape == (sets, points, 1)
+        gaussian = distributions.MultivariateNormal(
+            torch.zeros(points, dtype=F64), shrink @ shrink.T
+        )
+        close(flow.log_prob(x), gaussian.log_prob(x[..., 0]), 1e-6)
+        parts = (
+            (x.mean(-2), math.exp(-ab) / math.sqrt(points)),
+            (x[:, 0] - x.mean(-2), math.exp(-a) * math.sqrt(1 - 1 / points)),
+        )
+        for part, std in parts:
+            assert abs(part.mean()) < 5 * std / math.sqrt(sets)
+            assert abs(part.var() / std**2 - 1) < 5 * math.sqrt(2 / sets)
+
+
+def test_sampling_computes_no_trace_and_costs_are_counted():
+    flow, stats = make_flow(trace="exact", method="rk4", options=None), Stats()
+    for block in flow.blocks:
+        block.field.value_and_trace = block.field.value_and_jvp = None
+    x = flow.sample(2, 7, seeded())
+    assert not x.requires_grad
+    close(flow.sample(2, 7, seeded()), x, 0)
+    flow.encode(x, stats=stats)
+    flow.decode(x, stats=stats)
+    assert stats.nfe == 2 * 2 * 4
+
+
+# ----------------------------------------------------------------------------------------- matching
+
+
+def perfect(i, blocks, t1, dim):
+    """Data at one place c: x_s = (1 − s) c + s z, so dx/ds = z − c = (x_s − c)/s."""
+
+    def f(t, x, context):
+        s = (i + t / t1) / blocks
+        return (x - context[..., None, :]) / (s[..., None, None] * blocks * t1)
+
+    return By(dim, f, context=dim)
+
+
+@pytest.mark.parametrize("coupling", ["swaps", "none"])
+@pytest.mark.parametrize(("blocks", "sets"), [(1, 4), (3, 2), (3, 7)])
+def test_matching_loss_is_zero_for_the_perfect_field_and_else_the_mean_over_points(
+    coupling, blocks, sets
+):
+    t1, c, mask = 0.3, torch.randn(sets, 2, dtype=F64), draw_mask((sets, 4))
+    x = filled(c[:, None].expand(sets, 4, 2), mask, 9.0)
+    flow = by_hand(*(perfect(i, blocks, t1, 2) for i in range(blocks)), dim=2, t1=t1)
+    assert flow.matching_loss(x, mask, c, coupling).abs() < 1e-18
+    still = by_hand(*(By(2, lambda t, x, z: 0 * x) for _ in range(blocks)), dim=2)
+    loss = still.matching_loss(1e4 + filled(0 * x, mask, 1e6), mask, coupling=coupling)
+    assert loss.item() == pytest.approx(1e8, rel=2e-3)  # E |z − x|² per coordinate that exists
+
+
+@pytest.mark.parametrize("coupling", ["swaps", "none"])
+def test_matching_raises_the_likelihood_and_reaches_every_block(coupling):
+    flow = make_flow(blocks=3, time=True, scale=1.0, trace="exact", method="rk4", options=None)
+    x = 2 + 0.5 * torch.randn(64, 3, 2, dtype=F64)
+    flow.matching_loss(x[:1], coupling=coupling).backward()
+    assert all(
+        p.grad.any() for b in flow.blocks for k, p in b.field.named_parameters() if "out" in k
+    )
+    before, adam = flow.log_prob(x).mean(), torch.optim.Adam(flow.parameters(), 1e-2)
+    losses = []
+    for _ in range(60):
+        adam.zero_grad()
+        losses.append(flow.matching_loss(x, coupling=coupling))
+        losses[-1].backward()
+        adam.step()
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:3]) / 3 * 10
+    assert flow.log_prob(x).mean() > before + 3
+
+
+@settings(max_examples=12)
+@given(SEEDS, st.integers(1, 6), st.integers(1, 3), st.booleans())
+def test_assignment_reorders_noise_within_each_set_and_is_nearly_the_best(seed, n, dim, masked):
+    torch.manual_seed(seed)
+    x, z = torch.randn(2, 40, n, dim, dtype=F64)
+    mask, costs = draw_mask((40, n)) if masked else torch.ones(40, n).bool(), []
+    found = assign(x, z, mask if masked else None)
+    for i, here in one_by_one(mask):
+        for part in (here, ~here):
+            close(found[i][part].sort(0).values, z[i][part].sort(0).values, 0)
+        pairs = (x[i][here][:, None] - z[i][here]).square().sum(-1)  # every xᵢ with every zⱼ
+        orders = torch.tensor([*itertools.permutations(range(len(pairs)))])
+        every = pairs.gather(1, orders.T).sum(0)
+        costs.append((every.min(), (x[i] - found[i])[here].square().sum(), every[0]))
+    best, ours, identity = torch.tensor(costs, dtype=F64).T
+    assert (ours >= best - 1e-9).all()
+    assert ours.sum() <= min(1.05 * best.sum(), identity.sum())
+    if dim == 1:
+        close(ours, best)
+
+
+@given(st.integers(1, 12))
+def test_rounds_of_disjoint_pairs_meet_every_pair_once(n):
+    rounds = round_robin(n)
+    assert all(len({*row.flatten().tolist()}) == row.numel() for row in rounds)
+    pairs = sorted(tuple(sorted(pair)) for row in rounds for pair in row.T.tolist())
+    assert pairs == [*itertools.combinations(range(n), 2)]
+
+
+# -------------------------------------------------------------------------------- sets over time
+
+
+@pytest.mark.parametrize("decoder", ["concatsquash", "attention"])
+@settings(max_examples=5)
+@given(SEEDS, st.integers(1, 4), GARBAGE)
+def test_posterior_and_elbo_know_neither_order_nor_padding_of_points(decoder, seed, n, value):
+    vae, (x, t) = make_vae(seed, decoder=decoder), series(n=n)
+    mask, order = draw_mask(x.shape[:-1]), draw_order(x)
+    contents = x, filled(x, mask, value), shuffled(order, x)
+    masks, found = (mask, mask, shuffled(order, mask, -1)), []
+    for content, here in zip(contents, masks):
+        content.requires_grad_()
+        elbo = vae.elbo(content, t, here, seeded())
+        found.append((vae.encode(content, t, here), elbo))
+        assert not torch.autograd.grad(elbo.sum(), content)[0][~here].any()
+    close(found[1:], [found[0]] * 2)
+    if n > 1:
+        assert not torch.allclose(vae.elbo(x, t, None, seeded()), found[0][1]) or mask.all()
+
+
+@settings(max_examples=5)
+@given(SEEDS, st.booleans())
+def test_elbo_is_the_sum_of_log_likelihoods_minus_one_kl(seed, masked):
+    vae, (x, t) = make_vae(seed), series()
+    mask = draw_mask(x.shape[:-1]) if masked else None
+    q = vae.encode(x, t, mask)
+    normal = distributions.Normal(q.mean, q.std)
+    kl = distributions.kl_divergence(normal, distributions.Normal(0.0, 1.0)).sum(-1)
+    close(q.kl(), kl)
+    z0 = q.sample(seeded())
+    likelihood = [
+        vae.decoder.log_prob(
+            x[:, i], None if mask is None else mask[:, i], vae.latents(z0, t)[:, i]
+        )
+        for i in range(3)
+    ]
+    close(vae.elbo(x, t, mask, seeded()), sum(likelihood) - kl)
+    close(vae.elbo_parts(x, t, mask, seeded()), (sum(likelihood), kl))
+    close(vae.matching_loss(x, t, mask)[1], kl)
+
+
+def test_elbo_is_a_lower_bound_that_importance_weights_close():
+    vae, (x, t), normal = (
+        make_vae(latent=1, dim=1),
+        series(1, 2, 1, (0.0, 1.0)),
+        distributions.Normal,
+    )
+    x, samples = x.expand(2000, -1, -1, -1), 2000
+    with torch.no_grad():
+        vae.mean[-1].bias.fill_(1.0)
+        vae.log_std[-1].bias.fill_(-0.7)
+        q, elbo, grid = (
+            vae.encode(x, t),
+            vae.elbo(x, t, generator=seeded()),
+            torch.arange(-8, 8, 0.02),
+        )
+        z0 = torch.cat([q.sample(seeded(1)), grid[:, None].to(F64)])
+        given = vae.decoder.log_prob(x[:1].expand(len(z0), -1, -1, -1), context=vae.latents(z0, t))
+        joint = given.sum(-1) + normal(0, 1).log_prob(z0[:, 0])
+        log_w = joint[:samples] - normal(*q).log_prob(z0[:samples])[:, 0]
+        exact = joint[samples:].logsumexp(0) + math.log(0.02)  # by quadrature over the prior
+    error = 4 * (elbo.std() + log_w.std()) / math.sqrt(samples)
+    assert error < 0.3 * q.kl()[0]
+    assert abs(elbo.mean() - log_w.mean()) < error
+    assert elbo.mean() < exact - error
+    assert abs(log_w.logsumexp(0) - math.log(samples) - exact) < 0.1
+
+
+def linear_dynamics(vae, rates):
+    vae.dynamics.network = nn.Linear(len(rates), len(rates), bias=False).double()
+    vae.dynamics.network.weight.data = rates
+
+
+@settings(max_examples=10)
+@given(SEEDS, st.sets(st.sampled_from([-0.7, -0.2, 0.0, 0.25, 0.4, 0.9, 1.3]), min_size=1))
+def test_latents_follow_the_ode_before_at_and_after_t0_on_any_grid(seed, ts):
+    vae, t = (
+        make_vae(seed, t0=0.25, method="dopri5", rtol=1e-8, atol=1e-8, options=None),
+        sorted(ts),
+    )
+    z0, rates = torch.randn(2, 3, dtype=F64), torch.randn(3, 3, dtype=F64)
+    t = torch.tensor(t, dtype=F64)
+    finer = torch.cat([t, t + 0.01, torch.tensor([-1.0, 2.0])]).sort().values
+    close(vae.latents(z0, finer)[:, torch.isin(finer, t)], vae.latents(z0, t), 1e-6)
+    linear_dynamics(vae, rates)
+    flows = torch.matrix_exp((t - 0.25)[:, None, None] * rates)
+    close(vae.latents(z0, t), torch.einsum("tij,bj->bti", flows, z0), 1e-5)
+
+
+def test_encoder_reads_backwards_in_time_with_the_gaps():
+    vae, (x, t) = make_vae(t0=0.0), series()
+    other, found = torch.randn_like(x), vae.encode(x, t).mean
+    for i in range(3):
+        assert not torch.allclose(
+            vae.encode(torch.where(torch.arange(3)[:, None, None] == i, other, x), t).mean, found
+        )
+    with torch.no_grad():  # the GRU forgets: only its last input, the first set, is left
+        vae.rnn.bias_ih_l0[: 2 * 512] = -200
+    found, later = vae.encode(x, t).mean, torch.cat([x[:, :1], other[:, 1:]], 1)
+    close(vae.encode(later, t).mean, found)
+    close(vae.encode(x, t + torch.tensor([0, 0.1, 0.7])).mean, found)
+    assert not torch.allclose(vae.encode(x, t - torch.tensor([0.05, 0, 0])).mean, found)
+    close(vae.encode(x[:, :1], t[:1]).mean, found)
+
+
+def test_sets_are_decoded_from_the_latent_of_their_time():
+    vae, (x, t) = make_vae(latent=2), series(ts=(-0.3, 0.0, 0.8))
+    shift = By(2, lambda s, x, z: -z[..., None, :].expand_as(x), context=2)  # x = y + z_t
+    vae.decoder.blocks[0].field, z0 = shift, torch.randn(2, 2, dtype=F64)
+    sets = vae.decode(z0, t, 4000, seeded())
+    assert sets.shape == (2, 3, 4000, 2)
+    assert (sets.mean(-2) - vae.latents(z0, t)).abs().max() < 5 / math.sqrt(4000)
+    assert (sets.var(-2) - 1).abs().max() < 5 * math.sqrt(2 / 4000)
+    mean, out = vae.encode(x, t).mean, torch.tensor([0.1, 2.0], dtype=F64)
+    close(vae.reconstruct(x, t, out, 7, generator=seeded()), vae.decode(mean, out, 7, seeded()), 0)
+    assert vae.reconstruct(x, t).shape == x.shape
+    series_of_prior = vae.sample(4000, t[1:2], 3, seeded())
+    assert series_of_prior.shape == (4000, 1, 3, 2)
+    assert (series_of_prior.var((0, 1)) - 2).abs().max() < 5 * 2 * math.sqrt(2 / 4000)
+
+
+def test_points_are_independent_given_z_unless_the_decoder_attends():
+    for decoder, coupled in (("concatsquash", False), ("attention", True)):
+        flow, x = make_vae(decoder=decoder).decoder, torch.randn(1, 3, 2, dtype=F64)
+        z = torch.randn(1, 3, dtype=F64)
+        together, alone = flow.encode(x, context=z)[:, :1], flow.encode(x[:, :1], context=z)
+        assert torch.allclose(together, alone) != coupled
+
+
+# ------------------------------------------------------------------------------ the paper's sizes
+
+
+@pytest.mark.parametrize(
+    ("model", "size"),
+    [
+        (partial(SetClassifier, 3, 40), 581_416),
+        (partial(SetClassifier, 3, 40, "attention"), 516_392),
+        (partial(SetFlow, 2), 1_205_784),
+        (partial(DeepSets, 3, 40), 208_680),
+        (partial(SetTransformer, 3, 40), 1_148_456),
+    ],
+)
+def test_number_of_parameters(model, size):
+    assert sum(p.numel() for p in model().parameters()) == size
+
+
+def linears(module):
+    return [(m.in_features, m.out_features) for m in module.modules() if isinstance(m, nn.Linear)]
+
+
+def test_temporal_model_has_the_layers_of_the_papers_table():
+    vae = TemporalSetVAE()
+    assert linears(vae.points) == [(2, 128), (128, 128), (128, 256), (256, 512)]
+    assert [norm.num_features for norm in vae.norms] == [128, 128, 256, 512]
+    assert (vae.rnn.input_size, vae.rnn.hidden_size, vae.rnn.num_layers) == (513, 512, 1)
+    for readout in (vae.mean, vae.log_std):
+        kinds = [nn.Linear, nn.BatchNorm1d, nn.ReLU] * 2 + [nn.Linear]
+        assert [type(layer) for layer in readout] == kinds
+        assert linears(readout) == [(512, 256), (256, 128), (128, 128)]
+    assert linears(vae.dynamics) == [(128, 256), (256, 256), (256, 128)]
+    sizes = [(2, 512), (512, 512), (512, 512), (512, 2)]
+    assert linears(vae.decoder) == [s for a, b in sizes for s in ((a, b), (129, b), (129, b))]
+    block, flow = vae.decoder.blocks[0], SetFlow(2)
+    assert (len(vae.decoder.blocks), block.t1, block.gradient) == (1, 1.0, "adjoint")
+    assert block.settings == {"method": "dopri5", "rtol": 1e-3, "atol": 1e-4, "options": None}
+    assert (len(flow.blocks), flow.blocks[0].t1, flow.trace) == (12, 0.5, "hutchinson")
+    settings = {"method": "dopri5", "rtol": 1e-5, "atol": 1e-5, "options": None}
+    assert flow.blocks[0].settings == settings
+
+
+# ------------------------------------------------------------------ devices, precisions, copies
+
+ONE_STEP = {"method": "rk4", "hidden": (8, 8), "heads": 2}
+FLOWS = {
+    **{
+        f: partial(SetFlow, 2, 2, field=f, **ONE_STEP)
+        for f in ("attention", "deepsets", "transformer")
+    },
+    "exact": partial(SetFlow, 2, 2, trace="exact", **ONE_STEP),
+}
+
+
+def run_flow(flow, x, t, mask):
+    z = flow.encode(x, mask)
+    outputs = flow.log_prob(x, mask), z, flow.decode(z, mask), flow.sample(2, 3)
+    return (*outputs, flow.matching_loss(x, mask), flow.matching_loss(x, coupling="none"))
+
+
+def run_vae(vae, x, t, mask):
+    parts = *vae.encode(x, t, mask), *vae.elbo_parts(x, t, mask), *vae.matching_loss(x, t, mask)
+    return (*parts, vae.elbo(x, t), vae.sample(2, t, 3), vae.reconstruct(x, t, 1 + t, 5))
+
+
+MODULES = {
+    **{
+        name: (make, lambda model, x, t, mask: (model(x, mask), model(x)))
+        for name, make in CLASSIFIERS.items()
+    },
+    **{name: (make, run_flow) for name, make in FLOWS.items()},
+    "vae": (partial(TemporalSetVAE, 2, 3, **ONE_STEP), run_vae),
+    "vae-attention": (partial(TemporalSetVAE, 2, 3, "attention", **ONE_STEP), run_vae),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_models_run_on_a_gpu_without_waiting_for_it_and_never_mix_devices(name):
+    (make, run), shape = MODULES[name], (2, 3, 4) if "vae" in name else (2, 4)
+    model, t, on_host = make(), torch.tensor([0.0, 0.5, 1.0]), torch.ones(*shape, 2)
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), FakeCuda():
+        mask = torch.ones(shape, device="cuda") > 0
+        x = torch.ones(*shape, 2, device="cuda")
+        for out in run(fake_cuda(model), x, t, mask):
+            assert (out.device.type, out.dtype) == ("cuda", F32)
+        with pytest.raises(RuntimeError, match="device"):
+            run(model, on_host, t, None)
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_precision_stays_and_copies_and_saved_states_give_the_same(name, dtype):
+    (make, run), shape = MODULES[name], (2, 3, 4) if "vae" in name else (2, 4)
+    x, mask = torch.randn(*shape, 2, dtype=dtype), draw_mask(shape)
+
+    def outputs(model):
+        torch.manual_seed(3)
+        return run(model, x, torch.tensor([0.1, 0.5, 1.0], dtype=F64), mask)
+
+    model = make().to(dtype).eval()
+    assert {out.dtype for out in outputs(model)} == {dtype}
+    same_after_copies(model, outputs)
+
+
+# -------------------------------------------------------------------------------------- bad input
+
+X, M, T = torch.ones(2, 3, 2), torch.ones(2, 3, dtype=torch.bool), torch.tensor([0.0, 0.5, 1.0])
+SMALL = {"hidden": (8, 8), "heads": 2, "blocks": 2}
+SETS = [
+    ((torch.ones(2, 3, 4),), r"x must be .*2\).*\(2, 3, 4\)"),
+    ((torch.ones(2),), r"x must be .*\(2,\)"),
+    ((torch.ones(2, 0, 2),), r"at least one point.*\(2, 0, 2\)"),
+    ((X, M[:, :2]), r"mask must be .*\(2, 3\).*\(2, 2\)"),
+    ((X, M.int()), "mask must be bool.*int32"),
+    ((X, M & torch.tensor([[True], [False]])), "mask must leave every set at least one point"),
+    ((X * math.nan,), "x must be finite"),
+    ((X / 0,), "x must be finite"),
+]
+
+
+def flow_call(method, *args, **kwargs):
+    return lambda: getattr(SetFlow(2, **{**SMALL, **kwargs}), method)(*args)
+
+
+def vae_call(method, *args, **how):
+    return lambda: getattr(TemporalSetVAE(2, 3, hidden=8, heads=2), method)(*args, **how)
+
+
+S = torch.ones(2, 3, 4, 2)
+TIMES = [
+    (torch.tensor([0, 1, 0.5]), r"t must .*increasing.*0.5\]"),
+    (torch.tensor([0, 0.5, 0.5]), r"t must .*increasing.*0.5\]"),
+    (torch.tensor([0, 1, math.nan]), "t must be finite.*nan"),
+    (torch.tensor([0, 1, math.inf]), "t must be finite.*inf"),
+    (torch.tensor([0, 1, 2]), "t must .*floating.*int64"),
+    (T[None], r"t must be .*1-D.*\(1, 3\)"),
+    (torch.tensor([]), "t must .*"),
+    ([0.0, 0.5, 1.0], "t must .*list"),
+]
+SETTINGS = {"blocks": 0, "probes": 0, "heads": 3, "hidden": 0, "trace": "approximate",
+            "noise": "uniform", "gradient": "forward", "field": "convolution"}  # fmt: skip
+METHODS = "log_prob", "encode", "decode", "matching_loss"
+BAD = [
+    *[(flow_call(m, *args), says) for m in METHODS for args, says in SETS],
+    *[(lambda args=args: SetClassifier(2, 3)(*args), says) for args, says in SETS],
+    *[
+        (flow_call("sample", 1, 1, **{key: value}), f"{key}.*{value}")
+        for key, value in SETTINGS.items()
+    ],
+    (flow_call("sample", 1, 1, field="transformer", hidden=(8, 16)), r"hidden .*\(8, 16\)"),
+    (flow_call("sample", 1, 1, field="transformer", hidden=0), "hidden must .*0"),
+    (lambda: SetClassifier(3, 4, "transformer"), "field must .*'transformer'"),
+    (lambda: TemporalSetVAE(decoder="deepsets"), "decoder must .*'deepsets'"),
+    (lambda: ExNODE(nn.Identity(), gradient="exact"), "gradient must .*'exact'"),
+    (flow_call("sample", 0, 3), "sets and points .*0 and 3"),
+    (flow_call("sample", 3, 0), "sets and points .*3 and 0"),
+    (flow_call("matching_loss", X, None, None, "optimal"), "coupling must .*'optimal'"),
+    (flow_call("log_prob", X, None, torch.ones(2, 5)), "context must .*0 .*5"),
+    (flow_call("log_prob", X, None, None, context=5), "context must .*5 .*0"),
+    (flow_call("log_prob", X, None, torch.ones(3, 5), context=5), r"context must .*\(3, 5\)"),
+    (flow_call("matching_loss", X, None, torch.ones(3, 5), context=5), r"context must .*\(3, 5\)"),
+    (flow_call("log_prob", X, None, None, X), r"noise must .*\(2, 3, 2\)"),
+    (flow_call("log_prob", X, None, None, X[None, :, :2]), r"noise must .*\(1, 2, 2, 2\)"),
+    *[(vae_call("elbo", S, t), says) for t, says in TIMES],
+    *[(vae_call("decode", torch.ones(2, 3), t, 3), says) for t, says in TIMES],
+    (vae_call("elbo", S[:, :2], T), r"x must be .*3 times.*\(2, 2, 4, 2\)"),
+    (vae_call("elbo", S[..., :1], T), r"x must be .*2\).*\(2, 3, 4, 1\)"),
+    (vae_call("elbo", S[0], T), r"x must be .*\(3, 4, 2\)"),
+    (vae_call("elbo", S * math.nan, T), "x must be finite"),
+    (vae_call("elbo", S, T, M), "mask must be bool of shape"),
+    (vae_call("sample", 0, T, 3), "sets .*0"),
+    (vae_call("sample", 2, T, 0), "points? .*0"),
+    (vae_call("decode", torch.ones(2, 3), T, -1), "points? .*-1"),
+    (vae_call("decode", torch.ones(2, 4), T, 3), r"z0 must .*\(2, 4\)"),
+    (vae_call("reconstruct", S, T, points=0), "points? .*0"),
+]
+ids = [f"{i}-{says}" for i, (_, says) in enumerate(BAD)]
+
+
+@pytest.mark.parametrize(("call", "says"), BAD, ids=ids)
+def test_bad_input_is_a_value_error_that_names_it(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()

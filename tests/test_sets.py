@@ -1,0 +1,474 @@
+"""Fields against full Jacobians, permutations and padding; the pools, norms and baselines, too."""
+
+import copy
+import io
+import math
+import shutil
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from sets import (
+    AttentionField,
+    ConcatSquashField,
+    DeepSets,
+    DeepSetsField,
+    PointNorm,
+    SetTransformer,
+    TransformerField,
+)
+
+F32, F64 = torch.float32, torch.float64
+SEEDS = st.integers(0, 2**16)
+GARBAGE = st.sampled_from([1.0, -1e3, 1e30, -1e300])  # whatever may lie in a padded point
+FIELDS = {
+    "max": lambda d, time, c: DeepSetsField(d, (8, 6), "max", time, c),
+    "mean": lambda d, time, c: DeepSetsField(d, 8, "mean", time, c),
+    "attention": lambda d, time, c: AttentionField(d, (8, 7, 6), 2, time, c),
+    "concatsquash": lambda d, time, c: ConcatSquashField(d, (8, 6), c),
+    "transformer": lambda d, time, c: TransformerField(d, 8, 2, 2, c),
+}
+all_fields = pytest.mark.parametrize("name", FIELDS)
+
+
+class Case(NamedTuple):
+    """A field and what it is called with."""
+
+    field: nn.Module
+    t: Any
+    x: Tensor
+    mask: Tensor | None
+    context: Tensor | None
+
+    def __call__(self, method="__call__", *more, **changed):
+        t, x, mask, context = self._replace(**changed)[1:]
+        return getattr(self.field, method)(t, x, *more, mask=mask, context=context)
+
+    def by_hand(self):
+        """The full Jacobian `(numel, numel)` of the whole batch, by reverse mode."""
+        numel = self.x.numel()
+        return torch.autograd.functional.jacobian(lambda x: self(x=x), self.x).view(numel, numel)
+
+
+def build(name, seed=0, dim=2, time=True, context=0, scale=2.0):
+    """A field in float64 whose weights are large enough for every nonlinearity to matter."""
+    torch.manual_seed(seed)
+    field = FIELDS[name](dim, time, context).double()
+    with torch.no_grad():
+        for p in field.parameters():
+            p.mul_(scale)
+    return field
+
+
+def draw_mask(shape):
+    """At least one point in every set."""
+    mask = torch.rand(shape) < 0.6
+    return mask.scatter(-1, torch.randint(shape[-1], (*shape[:-1], 1)), True)
+
+
+@st.composite
+def cases(draw, names=tuple(FIELDS), most=5, batches=((), (1,), (3,), (2, 3)), **given):
+    n, dim, batch = (
+        draw(st.integers(1, most)),
+        draw(st.integers(1, 3)),
+        draw(st.sampled_from(batches)),
+    )
+    time, context = draw(st.booleans()), draw(st.sampled_from([0, 2]))
+    field = build(draw(st.sampled_from(names)), draw(SEEDS), dim, time, context, **given)
+    t = draw(st.sampled_from([0.3, torch.tensor(0.3, dtype=F64), torch.rand(batch, dtype=F64)]))
+    mask = draw_mask((*batch, n)) if draw(st.booleans()) else None
+    z = torch.randn(*batch, context, dtype=F64) if context else None
+    return Case(field, t, torch.randn(*batch, n, dim, dtype=F64), mask, z)
+
+
+def close(actual, expected, tol=1e-9):
+    torch.testing.assert_close(actual, expected, rtol=tol, atol=tol)
+
+
+def shuffled(order, x, axis=-2):
+    """x with the points of every set in their own order `(..., n)`; a mask has axis −1."""
+    if x is None:
+        return None
+    order = order if axis == -1 else order[..., None]
+    return x.gather(axis, order.expand_as(x))
+
+
+def draw_order(x):
+    return torch.rand(x.shape[:-1]).argsort(-1)
+
+
+def filled(x, mask, value):
+    """x with other content in its padded points."""
+    return torch.where(mask[..., None], x, value * torch.randn_like(x))
+
+
+def one_by_one(mask):
+    """The index of every set in the batch, and which of its points exist."""
+    for index in torch.cartesian_prod(*map(torch.arange, mask.shape[:-1])).view(-1, mask.dim() - 1):
+        yield tuple(index.tolist()), mask[tuple(index.tolist())]
+
+
+# ---------------------------------------------------------------------------- formulas of fields
+
+
+def test_deep_sets_and_attention_fields_are_the_papers_formulas():
+    x, mlp = torch.randn(5, 2, dtype=F64), lambda net, x: net.layers[1](net.layers[0](x).tanh())
+    for pool in ("max", "mean"):
+        field = DeepSetsField(2, (8, 6), pool).double()
+        h = mlp(field.network, x)
+        close(field(0, x), field.out(h - (h.amax(0) if pool == "max" else h.mean(0))))
+    field, r = AttentionField(2, (8, 6), heads=2).double(), []
+    for head in (slice(0, 3), slice(3, 6)):
+        q, k, v = (mlp(net, x)[:, head] for net in (field.q, field.k, field.v))
+        r.append(q + torch.softmax(q @ k.T / math.sqrt(3), -1) @ v)
+    close(field(0, x), field.out(torch.cat(r, -1).tanh()))
+
+
+def test_concat_squash_has_a_bias_in_its_gate_and_none_in_its_shift():
+    field, x, z = ConcatSquashField(2, (8,), 3).double(), *torch.randn(2, 5, 3, dtype=F64)
+    x, tz, h = x[:, :2], torch.cat([torch.tensor([0.7], dtype=F64), z[0]]), x[:, :2]
+    for i, layer in enumerate(field.layers):
+        assert layer.shift.bias is None
+        gate = torch.sigmoid(layer.gate.weight @ tz + layer.gate.bias)
+        h = layer.linear(h.tanh() if i else h) * gate + layer.shift.weight @ tz
+    close(field(0.7, x, context=z[0]), h)
+
+
+@all_fields
+def test_time_context_and_the_other_points_count(name):
+    field, x, z = build(name, time=True, context=2), *torch.randn(2, 4, 2, dtype=F64)
+    moved = torch.cat([x[:1] + 3, x[1:]])
+    for change in ({"t": 0.9}, {"context": z[1]}, *[{"x": moved}] * (name != "concatsquash")):
+        base = Case(field, 0.3, x, None, z[0])
+        assert (base(**change) - base())[1:].abs().min() > 1e-4
+    close(
+        field(torch.tensor([0.3, 0.9], dtype=F64), torch.stack([x, x]), context=z[:2])[1],
+        base(t=0.9, context=z[1]),
+    )
+    if name == "concatsquash":
+        close(base(x=moved)[1:], base()[1:], 0)
+
+
+# ------------------------------------------------------------------------ order, traces, padding
+
+
+@given(cases())
+def test_fields_are_equivariant_and_their_traces_invariant(case):
+    order = draw_order(case.x)
+    to = {"x": shuffled(order, case.x), "mask": shuffled(order, case.mask, -1)}
+    close(case(**to), shuffled(order, case()))
+    close(case("value_and_trace", **to)[1], case("value_and_trace")[1])
+    e = torch.randn(3, *case.x.shape, dtype=F64)
+    rows = order.expand(3, *order.shape)
+    close(
+        case("value_and_jvp", shuffled(rows, e), **to)[1],
+        shuffled(rows, case("value_and_jvp", e)[1]),
+    )
+
+
+@given(cases())
+def test_traces_and_tangents_are_those_of_the_full_jacobian(case):
+    jacobian = case.by_hand()
+    dx, trace = case("value_and_trace")
+    close((dx, trace), (case(), jacobian.diagonal().view(*case.x.shape[:-2], -1).sum(-1)))
+    e = torch.randn(3, *case.x.shape, dtype=F64)
+    dx, je = case("value_and_jvp", e)
+    close((dx, je), (case(), (e.view(3, -1) @ jacobian.T).view_as(e)))
+
+
+@all_fields
+@settings(max_examples=4, phases=[Phase.generate])  # to shrink a failure takes minutes
+@given(st.data())
+def test_traces_and_tangents_have_right_gradients_in_x_context_and_every_parameter(name, data):
+    case = data.draw(cases((name,), most=4, batches=((), (2,)), scale=1.0))
+    x, params = case.x.requires_grad_(), [*case.field.parameters()]
+    inputs = [x, *params] + ([] if case.context is None else [case.context.requires_grad_()])
+    e = torch.randn(2, *x.shape, dtype=F64)
+
+    def losses():
+        dx, trace = case("value_and_trace")
+        je = case("value_and_jvp", e)[1]
+        return torch.stack([x.sum() for x in (dx**2, trace, trace**2, e * je, je**2)])
+
+    def moved(h):  # as the fast mode of gradcheck does, all inputs along one direction at once
+        with torch.no_grad():
+            return [x.add_(v, alpha=h) for x, v in zip(inputs, direction)] and losses()
+
+    direction = [torch.randn_like(x) for x in inputs]
+    grads = [torch.autograd.grad(x, inputs, retain_graph=True, allow_unused=True) for x in losses()]
+    slopes = [sum((g * v).sum() for g, v in zip(gs, direction) if g is not None) for gs in grads]
+    step = 1e-5
+    close(torch.stack(slopes), (moved(step) - moved(-2 * step)) / (2 * step), 1e-5)
+
+
+@given(cases(batches=((1,), (3,), (2, 2))), GARBAGE)
+def test_padded_point_changes_nothing_for_the_others_and_stays_where_it_is(case, value):
+    mask = draw_mask(case.x.shape[:-1])
+    e, found = torch.randn(2, *case.x.shape, dtype=F64), []
+    for x in (case.x, filled(case.x, mask, value)):
+        x = x.clone().requires_grad_()
+        outputs = (
+            case(x=x, mask=mask),
+            *case("value_and_trace", x=x, mask=mask),
+            *case("value_and_jvp", filled(e, mask, value), x=x, mask=mask),
+        )
+        assert not any(out[..., ~mask, :].any() for out in (*outputs[:2], *outputs[3:]))
+        loss = sum(out.square().sum() for out in outputs)
+        grads = torch.autograd.grad(loss, [x, *case.field.parameters()], allow_unused=True)
+        assert not grads[0][~mask].any()
+        found.append((outputs, grads))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+@given(cases(batches=((3,), (2, 2))))
+def test_padded_batch_is_its_sets_one_by_one(case):
+    mask, batch = draw_mask(case.x.shape[:-1]), case.x.shape[:-2]
+    t, e = torch.as_tensor(case.t).expand(batch), torch.randn(2, *case.x.shape, dtype=F64)
+    dx, trace = case("value_and_trace", mask=mask)
+    je = case("value_and_jvp", e, mask=mask)[1]
+    for i, here in one_by_one(mask):
+        context = None if case.context is None else case.context[i]
+        alone = Case(case.field, t[i], case.x[i][here], None, context)
+        close((dx[i][here], trace[i]), alone("value_and_trace"))
+        close((dx[i][here], je[:, *i][:, here]), alone("value_and_jvp", e[:, *i][:, here]))
+
+
+@all_fields
+def test_set_without_points_is_a_field_of_zeros(name):
+    field, x, mask = (
+        build(name),
+        torch.randn(2, 3, 2, dtype=F64, requires_grad=True),
+        torch.ones(2, 3),
+    )
+    case = Case(field, 0.3, x, mask.bool() & torch.tensor([[True], [False]]), None)
+    results = (
+        *case("value_and_trace"),
+        case("value_and_jvp", torch.ones(1, 2, 3, 2, dtype=F64))[1][0],
+    )
+    assert not any(result[1].any() for result in (case(), *results))
+    sum(result.sum() for result in (case(), *results)).backward()
+    assert not x.grad[1].any()
+    assert all(torch.isfinite(p.grad).all() for p in (x, *field.parameters()))
+
+
+@pytest.mark.parametrize("pool", ["max", "mean"])
+def test_lone_point_has_no_deviation_from_its_pool(pool):
+    field = build(pool)
+    dx, trace = field.value_and_trace(0, torch.randn(4, 1, 2, dtype=F64))
+    close(dx, field.out.bias.expand(4, 1, 2))
+    close(trace, torch.zeros(4, dtype=F64))
+
+
+def test_exact_trace_keeps_one_attention_matrix_however_many_dimensions():
+    field, n, kept = AttentionField(3, 16, heads=2), 64, {}
+    pack = lambda x: kept.setdefault((x.data_ptr(), x.shape), x)  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        field.value_and_trace(0, torch.randn(1, n, 3, requires_grad=True))
+    assert 1 <= sum(x.numel() // (2 * n * n) for x in kept.values() if x.shape[-2:] == (n, n)) <= 3
+
+
+@given(SEEDS, st.integers(2, 6), GARBAGE)
+def test_norm_in_training_is_that_of_the_points_that_exist(seed, n, value):
+    torch.manual_seed(seed)
+    ours, theirs = PointNorm(3).double(), nn.BatchNorm1d(3).double()
+    for _ in range(2):
+        x, mask = torch.randn(2, 3, n, 3, dtype=F64, requires_grad=True), draw_mask((2, 3, n))
+        y, expected = ours(filled(x, mask, min(abs(value), 1e30)), mask)[mask], theirs(x[mask])
+        close(y, expected)
+        close(*(torch.autograd.grad(z.pow(3).sum(), x)[0] for z in (y, expected)), 1e-7)
+    close(ours.state_dict(), theirs.state_dict())
+    close(ours.eval()(x, mask)[mask], theirs.eval()(x[mask]))
+    close(ours.train()(x), nn.BatchNorm1d(3).double()(x.view(-1, 3)).view_as(x))
+
+
+# ------------------------------------------------------------------ devices, precisions, copies
+
+
+class FakeCuda(TorchFunctionMode):
+    """Beside FakeTensorMode: what a CPU build of torch refuses on CUDA, done by other means.
+
+    Tensors on the host keep their values, as they do beside a real GPU; to read one of the GPU's
+    raises, and so do two devices in one operation.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs, on_gpu = kwargs or {}, lambda x: isinstance(x, Tensor) and x.device.type == "cuda"
+        if func is Tensor.__setitem__:
+            return None
+        if func.__name__ == "gru":  # which has no fake kernel
+            return None, args[0].new_empty(1, len(args[0]), args[2][1].shape[1])
+        if func is Tensor.new_tensor:
+            return args[0].new_empty(len(args[1]))
+        if func in (Tensor.__invert__, Tensor.contiguous):
+            return args[0].clone()
+        if func is Tensor.__getitem__ and on_gpu(args[0]):
+            return indexed(*args)
+        if func is Tensor.to and "cuda" in map(str, (getattr(a, "type", a) for a in args[1:])):
+            dtype = next((a for a in args if isinstance(a, torch.dtype)), args[0].dtype)
+            return torch.empty(args[0].shape, dtype=dtype, device="cuda")
+        if any(map(on_gpu, tree_leaves((args, kwargs)))) or "cuda" in str(kwargs.get("device")):
+            return func(*args, **kwargs)
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+
+def indexed(x, index):
+    """x[index] by views and index_select."""
+    index, axis = list(index) if isinstance(index, tuple) else [index], 0
+    for at in [k for k, i in enumerate(index) if i is Ellipsis]:
+        rest = x.dim() - sum(i is not None for i in index) + 1
+        index[at : at + 1] = [slice(None)] * rest
+    for i in index:
+        if i is None:
+            x = x.unsqueeze(axis)
+        elif isinstance(i, Tensor):
+            x = x.index_select(axis, i)
+        elif isinstance(i, slice):
+            start, stop, _ = i.indices(x.shape[axis])
+            x = x.narrow(axis, start, stop - start)
+        else:
+            x, axis = x.select(axis, i), axis - 1
+        axis += 1
+    return x
+
+
+def fake_cuda(module):
+    """The module in evaluation, with its tensors on a GPU that is not there."""
+    for part in module.eval().modules():
+        for tensors in (part._parameters, part._buffers):
+            for key, x in tensors.items():
+                tensors[key] = (
+                    x if x is None else torch.empty(x.shape, dtype=x.dtype, device="cuda")
+                )
+        if isinstance(part, nn.GRU):
+            part._flat_weights = [getattr(part, key) for key in part._flat_weights_names]
+    return module
+
+
+def same_after_copies(module, run):
+    """Whether copy.deepcopy and torch.save of the state keep what run(module) returns."""
+    expected, file = run(module), io.BytesIO()
+    close(run(copy.deepcopy(module)), expected, 0)
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(0.5)
+    assert not torch.allclose(run(other)[0], expected[0])
+    other.load_state_dict(torch.load(file, weights_only=True))
+    close(run(other), expected, 0)
+
+
+@all_fields
+def test_fields_run_on_a_gpu_without_waiting_for_it_and_never_mix_devices(name):
+    fields, on_host = [build(name).float() for _ in range(2)], torch.ones(2, 3, 2)
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), FakeCuda():
+        x, mask = torch.ones(2, 3, 2, device="cuda"), torch.ones(2, 3, device="cuda") > 0
+        case = Case(fake_cuda(fields[0]), torch.ones((), device="cuda"), x, mask, None)
+        e = torch.ones(4, 2, 3, 2, device="cuda")
+        for out in (case(), case(t=0.3), *case("value_and_trace"), *case("value_and_jvp", e)):
+            assert (out.device.type, out.dtype) == ("cuda", F32)
+        with pytest.raises(RuntimeError, match="device"):
+            case(x=on_host, mask=None)
+
+
+@all_fields
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_precision_stays_and_copies_and_saved_states_give_the_same_values(name, dtype):
+    exact, e = build(name, context=2), torch.randn(3, 2, 4, 2, dtype=F64)
+    x, mask, z = torch.randn(2, 4, 2, dtype=F64), draw_mask((2, 4)), torch.randn(2, 2, dtype=F64)
+
+    def run(field, dtype=dtype):
+        case = Case(field, torch.tensor(0.3, dtype=F64), x.to(dtype), mask, z.to(dtype))
+        return (case(), *case("value_and_trace"), *case("value_and_jvp", e.to(dtype)))
+
+    field = copy.deepcopy(exact).to(dtype)
+    assert {out.dtype for out in run(field)} == {dtype}
+    close([out.double() for out in run(field)], [*run(exact, F64)], 2e-4 if dtype == F32 else 1e-12)
+    same_after_copies(field, run)
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), [*((name, "aot_eager") for name in FIELDS), ("mean", "inductor")]
+)
+def test_compiled_field_gives_the_same_values(name, backend):
+    if backend == "inductor" and not shutil.which("g++"):
+        pytest.skip("inductor needs a C++ compiler")
+    field, x, mask = build(name), torch.randn(2, 4, 2, dtype=F64), draw_mask((2, 4))
+    torch._dynamo.reset()
+    with torch.set_grad_enabled(backend == "aot_eager"):
+        compiled = torch.compile(field, backend=backend)
+        close(compiled(torch.tensor(0.3, dtype=F64), x, mask), field(0.3, x, mask), 1e-12)
+
+
+# -------------------------------------------------------------------------------------- bad input
+
+X, M = torch.ones(2, 3, 2), torch.ones(2, 3, dtype=torch.bool)
+BAD = [  # how it is called, and what the message says
+    ({"x": torch.ones(2, 3, 4)}, r"x must be .*2\).*\(2, 3, 4\)"),
+    ({"x": torch.ones(2)}, r"x must be .*not \(2,\)"),
+    ({"x": torch.ones(2, 0, 2)}, r"x must .*at least one point.*\(2, 0, 2\)"),
+    ({"mask": M[:, :2]}, r"mask must be .*\(2, 3\).*\(2, 2\)"),
+    ({"mask": M[0]}, r"mask must be .*\(2, 3\).*\(3,\)"),
+    ({"mask": M.float()}, "mask must be bool.*float32"),
+    ({"context": torch.ones(2, 2)}, "context must .* 3 .*not 2"),
+    ({"context": None}, "context must .* 3 "),
+    ({"context": torch.ones(4, 3)}, r"context must .*\(4, 3\)"),
+    ({"t": torch.ones(4)}, r"t must .*\(4,\)"),
+]
+
+
+@all_fields
+@pytest.mark.parametrize(("wrong", "says"), BAD, ids=[says for _, says in BAD])
+def test_bad_input_is_a_value_error_that_names_it(name, wrong, says):
+    good = {"t": torch.ones(2), "x": X, "mask": M, "context": torch.ones(2, 3)}
+    field = build(name, time=True, context=3).float()
+    e = torch.ones_like(wrong.get("x", X))[None]
+    for method, more in {"__call__": (), "value_and_trace": (), "value_and_jvp": (e,)}.items():
+        with pytest.raises(ValueError, match=says):
+            Case(field, **good)(method, *more, **wrong)
+    if "context" not in wrong:
+        with pytest.raises(ValueError, match=r"context must .*0 .*3"):
+            build(name).float()(0.0, X, context=torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: DeepSetsField(2, 8, "sum"), "pool must be .*'sum'"),
+        (lambda: AttentionField(2, (8, 9), 4), "heads must divide the width 9.*4"),
+        (lambda: AttentionField(2, 8, 0), "heads must .*0"),
+        (lambda: TransformerField(2, 9, 2, 4), "heads must divide the width 9.*4"),
+        (lambda: TransformerField(2, 0), "width must .*0"),
+        (lambda: TransformerField(2, 8, 0), "layers must .*0"),
+        (lambda: SetTransformer(2, 3, 9, 4), "heads must divide the width 9.*4"),
+        *[
+            (lambda make=make, hidden=hidden: make(2, hidden), f"hidden must .*{says}")
+            for make in (DeepSetsField, AttentionField, ConcatSquashField)
+            for hidden, says in [(0, "0"), ((), r"\(\)"), ((8, -1), "-1"), ((8, 1.5), "1.5"),
+                                 ("88", "8"), (None, "None"), (1.5, "1.5")]
+        ],
+        *[
+            (lambda make=make, x=x, mask=mask: make(2, 3)(x, mask), says)
+            for make in (DeepSets, SetTransformer)
+            for x, mask, says in [
+                (torch.ones(2, 3, 4), None, r"x must be .*\(2, 3, 4\)"),
+                (torch.ones(2, 0, 2), None, "at least one point"),
+                (X, M.float(), "mask must be bool"),
+                (X * math.nan, None, "x must be finite"),
+                (X, M & False, "mask must leave"),
+            ]
+        ],
+    ],
+)  # fmt: skip
+def test_bad_settings_and_sets_are_value_errors_that_name_them(make, says):
+    with pytest.raises(ValueError, match=says):
+        make()
