@@ -266,12 +266,13 @@ def test_lone_point_has_no_deviation_from_its_pool(pool):
     close(trace, torch.zeros(4, dtype=F64))
 
 
-def test_exact_trace_keeps_one_attention_matrix_however_many_dimensions():
+def test_exact_trace_keeps_no_matrix_of_pairs_for_backward():
     field, n, kept = AttentionField(3, 16, heads=2), 64, {}
     pack = lambda x: kept.setdefault((x.data_ptr(), x.shape), x)  # noqa: E731
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         field.value_and_trace(0, torch.randn(1, n, 3, requires_grad=True))
-    assert 1 <= sum(x.numel() // (2 * n * n) for x in kept.values() if x.shape[-2:] == (n, n)) <= 3
+    assert kept
+    assert all(x.shape[-2:] != (n, n) for x in kept.values())
 
 
 @given(SEEDS, st.integers(2, 6), GARBAGE)
@@ -301,7 +302,10 @@ class FakeCuda(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, on_gpu = kwargs or {}, lambda x: isinstance(x, Tensor) and x.device.type == "cuda"
         if func is Tensor.__setitem__:
+            indexed(*args[:2]).add_(args[2])
             return None
+        if func is Tensor.copy_:
+            return args[0].add_(args[1])
         if func.__name__ == "gru":  # which has no fake kernel
             return None, args[0].new_empty(1, len(args[0]), args[2][1].shape[1])
         if func is Tensor.new_tensor:
