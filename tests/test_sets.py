@@ -109,6 +109,12 @@ def filled(x, mask, value):
     return torch.where(mask[..., None], x, value * torch.randn_like(x))
 
 
+def widened(x, mask):
+    """Two more padded points in every set."""
+    more = torch.cat([x, torch.randn_like(x[..., :1, :]).expand(*x.shape[:-2], 2, x.shape[-1])], -2)
+    return more, nn.functional.pad(mask, (0, 2))
+
+
 def one_by_one(mask):
     """The index of every set in the batch, and which of its points exist."""
     for index in torch.cartesian_prod(*map(torch.arange, mask.shape[:-1])).view(-1, mask.dim() - 1):
