@@ -137,7 +137,7 @@ class SetClassifier(nn.Module):
         hidden = (512, 512) if field == "deepsets" else (256, 256)
         self.block = ExNODE(make_field(field, 256, hidden), method=method, **solver)
         self.head = nn.Sequential(
-            nn.Linear(256, 128), nn.BatchNorm1d(128), nn.Tanh(), nn.Linear(128, classes)
+            nn.Linear(256, 128), PointNorm(128), nn.Tanh(), nn.Linear(128, classes)
         )
 
     def forward(self, x, mask=None):
@@ -158,7 +158,10 @@ def make_field(name, dim, hidden, heads=4, time=False, context=0):
     if name == "concatsquash":
         return ConcatSquashField(dim, hidden, context)
     if name == "transformer":
-        return TransformerField(dim, widths(hidden)[0], len(widths(hidden)), heads, context)
+        hidden = widths(hidden)
+        if len(set(hidden)) > 1:
+            raise ValueError(f"hidden must be one width per layer, all equal, not {hidden}")
+        return TransformerField(dim, hidden[0], len(hidden), heads, context)
     raise ValueError(
         f"field must be attention, deepsets, concatsquash or transformer, not {name!r}"
     )
@@ -217,10 +220,13 @@ class SetFlow(nn.Module):
 
     def log_prob(self, x, mask=None, context=None, noise=None, generator=None, stats=None):
         """log p(x₁, …, xₙ) per set; noise `(probes, *x.shape)` is drawn unless it is given."""
-        check_set(x, self.dim, mask)
+        self.blocks[0].field.check(None, x, mask, context)
         check_values(x, mask)
         if noise is None and self.trace == "hutchinson":
             noise = draw_noise(x, self.probes, self.noise, generator)
+        if noise is not None and noise.shape[1:] != x.shape:
+            wanted = ("probes", *x.shape)
+            raise ValueError(f"noise must have the shape {wanted}, not {tuple(noise.shape)}")
         log_det = 0
         for block in self.blocks:
             x, change = block.forward_and_log_det(x, mask, context, noise, stats)
@@ -242,7 +248,7 @@ class SetFlow(nn.Module):
         The chain of K blocks is one field, piecewise in s: block i owns [i/K, (i + 1)/K]. So each
         block gets its share of the sets, each set one s in the block's interval.
         """
-        check_set(x, self.dim, mask)
+        self.blocks[0].field.check(None, x, mask, context)
         check_values(x, mask)
         one_of("coupling", coupling, ("swaps", "none"))
         x = keep(x, mask).reshape(-1, *x.shape[-2:])
@@ -363,6 +369,8 @@ class TemporalSetVAE(nn.Module):
     def latents(self, z0, t, stats=None):
         """z_t = ODESolve(z₀, t) for increasing t on either side of t0; `(B, T, latent)`."""
         times = read_times(t)
+        if z0.dim() != 2 or z0.shape[-1] != self.latent:
+            raise ValueError(f"z0 must be (B, {self.latent}), not {tuple(z0.shape)}")
         before, after = [v for v in times if v < self.t0], [v for v in times if v > self.t0]
         z = [z0[None]] if self.t0 in times else []
         for side in (before[::-1], after):
@@ -411,7 +419,7 @@ class TemporalSetVAE(nn.Module):
     @torch.no_grad()
     def reconstruct(self, x, t, t_out=None, points=None, mask=None, generator=None):
         """Decode the posterior mean of a series at times t_out, the observed ones by default."""
-        t_out, points = t if t_out is None else t_out, points or x.shape[-2]
+        t_out, points = t if t_out is None else t_out, x.shape[-2] if points is None else points
         return self.decode(self.encode(x, t, mask).mean, t_out, points, generator)
 
 
@@ -431,8 +439,9 @@ class LatentField(nn.Module):
 
 def read_times(t):
     """t as a list, checked."""
-    if t.dim() != 1 or len(t) == 0 or not t.is_floating_point():
-        raise ValueError(f"t must be a 1-D floating point tensor of times, not {tuple(t.shape)}")
+    if not isinstance(t, torch.Tensor) or t.dim() != 1 or not t.is_floating_point() or not len(t):
+        got = f"{t.dtype} {tuple(t.shape)}" if isinstance(t, torch.Tensor) else type(t).__name__
+        raise ValueError(f"t must be a 1-D floating point tensor of times, not {got}")
     times = t.tolist()
     if not all(map(math.isfinite, times)) or any(b <= a for a, b in zip(times, times[1:])):
         raise ValueError(f"t must be finite and strictly increasing, not {times}")

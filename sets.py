@@ -25,6 +25,7 @@ import math
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -43,7 +44,7 @@ class Tanh(torch.autograd.Function):
     @staticmethod
     def forward(x):
         fast = x.dtype == torch.float32 and x.device.type == "cpu"
-        y = torch.sigmoid(2 * x).mul_(2).sub_(1) if fast else torch.tanh(x)
+        y = (2 * x).sigmoid_().mul_(2).sub_(1) if fast else torch.tanh(x)
         return y, torch.addcmul(torch.ones((), dtype=x.dtype, device=x.device), y, y, value=-1)
 
     @staticmethod
@@ -62,16 +63,44 @@ class Tanh(torch.autograd.Function):
         return s * dx, -2 * y * s * dx
 
 
+class TanhTangent(torch.autograd.Function):
+    """y = tanh h and its tangents δy = s ⊙ δh, s = 1 − y²; δh is `(..., p, w)`. Keeps y and δy."""
+
+    @staticmethod
+    def forward(ctx, h, dh):
+        y, slope = Tanh.forward(h)
+        dy = dh * slope[..., None, :]
+        ctx.save_for_backward(y, dy)
+        return y, dy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g, gd):  # s ⊙ g − 2y ⊙ Σ δy ⊙ gδ and s ⊙ gδ
+        y, dy = ctx.saved_tensors
+        s = torch.addcmul(torch.ones((), dtype=y.dtype, device=y.device), y, y, value=-1)
+        dot = (dy * gd).sum(-2) if gd.shape[-2] > 1 else (dy * gd)[..., 0, :]
+        gd = gd * s[..., None, :]
+        return s.mul_(g).addcmul_(y, dot, value=-2), gd
+
+
 def tanh(x):
     return Tanh.apply(x)[0]
 
 
 def widths(hidden):
     """Hidden widths as a tuple; one number stands for two layers of that width."""
-    hidden = (hidden, hidden) if isinstance(hidden, int) else tuple(hidden)
-    if not hidden or not all(isinstance(width, int) and width > 0 for width in hidden):
-        raise ValueError(f"hidden must be positive widths such as (128, 128), not {hidden}")
-    return hidden
+    sizes = (hidden, hidden) if isinstance(hidden, int) else hidden
+    right = isinstance(sizes, tuple | list) and sizes
+    if not right or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ValueError(f"hidden must be positive widths such as (128, 128), not {hidden!r}")
+    return tuple(sizes)
+
+
+def check_heads(heads, width):
+    if width < 1:
+        raise ValueError(f"width must be at least 1, not {width}")
+    if heads < 1 or width % heads:
+        raise ValueError(f"heads must divide the width {width}, but is {heads}")
 
 
 def check_set(x, dim, mask=None):
@@ -111,17 +140,23 @@ def merge_heads(x):
 
 
 def attend(q, k, v, mask=None):
-    """softmax(q kᵀ / √h) v over the points that exist."""
-    mask = None if mask is None else mask[..., None, None, :]
+    """softmax(q kᵀ / √h) v over the points that exist; over all in a set without points."""
+    if mask is not None:
+        mask = (mask | ~mask.any(-1, keepdim=True))[..., None, None, :]
     return F.scaled_dot_product_attention(q, k, v, mask)
 
 
 def attention_weights(q, k, mask=None):
     """A = softmax(q kᵀ / √h), with weight 0 on padded points."""
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    scores = (q / math.sqrt(q.shape[-1])) @ k.mT
     if mask is not None:
         scores = scores.masked_fill(~mask[..., None, None, :], torch.finfo(scores.dtype).min)
     return torch.softmax(scores, -1)
+
+
+def thin(x, weight, bias=None):
+    """W x + b for few inputs. W stored by columns makes the gradients five to ten times as fast."""
+    return F.linear(x, weight.T.contiguous().T, bias)
 
 
 class PointNetwork(nn.Module):
@@ -138,7 +173,7 @@ class PointNetwork(nn.Module):
         self.extra = nn.Linear(extra, hidden[0], bias=False) if extra else None
 
     def first(self, x, extra):
-        h = self.layers[0](x)
+        h = thin(x, self.layers[0].weight, self.layers[0].bias)
         return h if extra is None else h + self.extra(extra)
 
     def forward(self, x, extra=None):
@@ -149,15 +184,16 @@ class PointNetwork(nn.Module):
 
     def with_tangents(self, x, extra=None, e=None):
         first, *rest = self.layers
-        h, dh = self.first(x, extra), first.weight.T if e is None else e @ first.weight.T
+        h, dh = self.first(x, extra), first.weight.T if e is None else thin(e, first.weight)
         for layer in rest:
-            y, slope = Tanh.apply(h)
-            h = layer(y)
             if dh.dim() == 2:  # unit vectors: W (s ⊙ δ) = (W ⊙ δ) s, one product for all points
+                y, slope = Tanh.apply(h)
                 weight = (layer.weight * dh[:, None]).flatten(0, 1)  # (d w', w)
                 dh = F.linear(slope, weight).unflatten(-1, (len(dh), -1))
             else:
-                dh = (dh * slope[..., None, :]) @ layer.weight.T
+                y, dy = TanhTangent.apply(h, dh)
+                dh = dy @ layer.weight.T
+            h = layer(y)
         return h, dh.expand(*x.shape[:-1], *dh.shape[-2:])
 
 
@@ -186,7 +222,7 @@ class PointNorm(nn.BatchNorm1d):
 
     def forward(self, x, mask=None):
         if mask is None or not self.training:
-            return super().forward(x.flatten(0, -2)).view_as(x)
+            return super().forward(x.reshape(-1, x.shape[-1])).view(x.shape)
         weight = mask[..., None].to(x.dtype) / mask.sum()
         axes = tuple(range(x.dim() - 1))
         mean = (weight * x).sum(axes)
@@ -211,18 +247,28 @@ class Field(nn.Module):
 
     def enter(self, t, x, mask, context):
         """x without its padding, and (t, context) as `(..., 1, time + c)` for the first layers."""
-        check_set(x, self.dim, mask)
-        given = 0 if context is None else context.shape[-1]
-        if given != self.context:
-            raise ValueError(f"context must have {self.context} numbers per set, not {given}")
+        self.check(t, x, mask, context)
         extra = [] if context is None else [context[..., None, :]]
         if self.time:
             t = torch.as_tensor(t, dtype=x.dtype, device=x.device)
             extra.insert(0, t.expand(x.shape[:-2])[..., None, None])
         return keep(x, mask), torch.cat(extra, -1) if extra else None
 
+    def check(self, t, x, mask, context):
+        check_set(x, self.dim, mask)
+        batch, given = tuple(x.shape[:-2]), 0 if context is None else context.shape[-1]
+        if given != self.context:
+            raise ValueError(f"context must have {self.context} numbers per set, not {given}")
+        if given and context.shape[:-1] != batch:
+            wanted = (*batch, given)
+            raise ValueError(f"context must have the shape {wanted}, not {tuple(context.shape)}")
+        if isinstance(t, torch.Tensor) and t.dim() and tuple(t.shape) != batch:
+            raise ValueError(f"t must be a number or of shape {batch}, not {tuple(t.shape)}")
+
     def value_and_jvp(self, t, x, e, mask=None, context=None):
         """f and J e for tangents e `(p, ..., n, d)`; by forward-mode differentiation."""
+
+        self.check(t, x, mask, context)
 
         def push(e):
             return torch.func.jvp(lambda x: self(t, x, mask, context), (x,), (e,))
@@ -232,6 +278,7 @@ class Field(nn.Module):
 
     def value_and_trace(self, t, x, mask=None, context=None):
         """f and tr ∂f/∂x per set, from n·d tangents, 64 at a time."""
+        self.check(t, x, mask, context)
         n, d = x.shape[-2:]
         trace, basis = 0, torch.eye(n * d, dtype=x.dtype, device=x.device).view(n * d, n, d)
         for e in basis.split(64):
@@ -279,8 +326,7 @@ class AttentionField(Field):
     def __init__(self, dim, hidden=128, heads=4, time=False, context=0):
         super().__init__(dim, time, context)
         hidden, self.heads = widths(hidden), heads
-        if heads < 1 or hidden[-1] % heads:
-            raise ValueError(f"heads must divide the width {hidden[-1]}, but is {heads}")
+        check_heads(heads, hidden[-1])
         self.q, self.k, self.v = (PointNetwork(dim, hidden, time + context) for _ in range(3))
         self.out = nn.Linear(hidden[-1], dim)
 
@@ -290,102 +336,170 @@ class AttentionField(Field):
         return keep(self.out(tanh(merge_heads(q + attend(q, k, v, mask)))), mask)
 
     def value_and_jvp(self, t, x, e, mask=None, context=None):
-        """δs = (δq kᵀ + q δkᵀ)/√h,  δA = A (δs − Σ A δs),  δr = δq + δA v + A δv."""
+        """f and W (slope ⊙ δr), where r = q + A v."""
         x, extra = self.enter(t, x, mask, context)
         e = keep(e, mask).movedim(0, -2)
         pairs = [net.with_tangents(x, extra, e) for net in (self.q, self.k, self.v)]
-        q, k, v = (split_heads(h, self.heads) for h, _ in pairs)
-        dq, dk, dv = (split_heads(dh.movedim(-2, 0), self.heads) for _, dh in pairs)
-        a = attention_weights(q, k, mask)
-        o = a @ v
-        da = a * ((dq @ k.mT + q @ dk.mT) / math.sqrt(q.shape[-1]))
-        dr = dq + (da @ v - da.sum(-1, keepdim=True) * o) + a @ dv
-        y, slope = Tanh.apply(merge_heads(q + o))
-        df = (merge_heads(dr) * slope) @ self.out.weight.T
-        return keep(self.out(y), mask), keep(df, mask)
+        (q, k, v), (dq, dk, dv) = zip(*pairs)
+        r, dr = by_head(AttentionJvp, self.heads, mask, (q, dq), q, k, v, dq, dk, dv)
+        y, slope = Tanh.apply(r)
+        df = (dr * slope[..., None, :]) @ self.out.weight.T
+        return keep(self.out(y), mask), keep(df.movedim(-2, 0), mask)
 
     def value_and_trace(self, t, x, mask=None, context=None):
         """As above for the d unit vectors of point i, where δk and δv are 0 but at j = i."""
         x, extra = self.enter(t, x, mask, context)
-        (q, dq), (k, dk), (v, dv) = (
-            net.with_tangents(x, extra) for net in (self.q, self.k, self.v)
-        )
-        a = attention_weights(split_heads(q, self.heads), split_heads(k, self.heads), mask)
-        y, slope = Tanh.apply(q + merge_heads(a @ split_heads(v, self.heads)))
-        trace = AttentionTrace.apply(a, q, k, v, dq, dk, dv, self.out.weight, keep(slope, mask))
-        return keep(self.out(y), mask), trace.sum(-1)
+        pairs = [net.with_tangents(x, extra) for net in (self.q, self.k, self.v)]
+        (q, k, v), (dq, dk, dv) = zip(*pairs)
+        weight = self.out.weight.expand(*x.shape[:-2], 1, -1, -1)
+        outs = q, q[..., : self.heads]
+        y, trace = by_head(AttentionTrace, self.heads, mask, outs, q, k, v, dq, dk, dv, weight)
+        return keep(self.out(y), mask), keep(trace, mask).sum((-2, -1))
 
 
-class AttentionTrace(torch.autograd.Function):
-    """Σₐ cₐᵢ·δₐrᵢ for every point i, where cₐ = Wₐ ⊙ slope = ∂fₐ/∂r and, for tangent a of point i,
+def centred(a, x):
+    """xᵢⱼ − Σₗ Aᵢₗ xᵢₗ, in place."""
+    return x.sub_((a * x).sum(-1, keepdim=True))
+
+
+class AttentionJvp:
+    """r = q + A v and δr = δq + δA v + A δv, δA = A (δs − Σ A δs), δs = (δq kᵀ + q δkᵀ)/√h."""
+
+    @staticmethod
+    def value(mask, q, k, v, dq, dk, dv):
+        a, scale = attention_weights(q, k, mask), 1 / math.sqrt(q.shape[-1])
+        dr = []
+        for qi, ki, vi in zip(*(x.unbind(-2) for x in (dq, dk, dv))):
+            da = centred(a, scale * qi @ k.mT + scale * q @ ki.mT).mul_(a)
+            dr.append(qi + da @ v + a @ vi)
+        return q + a @ v, torch.stack(dr, -2)
+
+    @staticmethod
+    def gradient(mask, q, k, v, dq, dk, dv, g, gd):
+        a, scale = attention_weights(q, k, mask), 1 / math.sqrt(q.shape[-1])
+        ga, gq, gk, gv, grads = g @ v.mT, g.clone(), 0, a.mT @ g, []
+        for qi, ki, vi, gi in zip(*(x.unbind(-2) for x in (dq, dk, dv, gd))):
+            ds = centred(a, scale * qi @ k.mT + scale * q @ ki.mT)
+            gda = centred(a, gi @ v.mT)
+            ga += gi @ vi.mT
+            ga.addcmul_(gda, ds)
+            da, gds = ds.mul_(a), gda.mul_(a).mul_(scale)
+            gq += gds @ ki
+            gk = gk + gds.mT @ qi
+            gv += da.mT @ gi
+            grads.append((gi + gds @ k, gds.mT @ q, a.mT @ gi))
+        gs = centred(a, ga).mul_(a).mul_(scale)
+        gdq, gdk, gdv = (torch.stack(x, -2) for x in zip(*grads))
+        return gq + gs @ k, gk + gs.mT @ q, gv, gdq, gdk, gdv
+
+
+class AttentionTrace:
+    """y = tanh r, r = q + A v, and Σₐ cₐᵢ·δₐrᵢ for every point i, where cₐ = Wₐ ⊙ slope = ∂fₐ/∂r,
 
     δsᵢⱼ = (δqᵢ·kⱼ + [i=j] qᵢ·δkᵢ)/√h,  δAᵢⱼ = Aᵢⱼ (δsᵢⱼ − Σₗ Aᵢₗ δsᵢₗ),
-    δrᵢ = δqᵢ + Σⱼ δAᵢⱼ vⱼ + Aᵢᵢ δvᵢ.
-
-    One head and one tangent at a time, there and back, so that no n × n matrix but A is kept.
-    Points are `(..., n, w)`, tangents `(..., n, d, w)`, A is `(..., heads, n, n)`.
+    δrᵢ = δqᵢ + Σⱼ δAᵢⱼ vⱼ + Aᵢᵢ δvᵢ   for tangent a of point i.
     """
 
     @staticmethod
-    def forward(ctx, a, q, k, v, dq, dk, dv, weight, slope):
-        ctx.save_for_backward(a, q, k, v, dq, dk, dv, weight, slope)
-        trace = torch.zeros_like(q[..., 0])
-        for i, w in enumerate(weight):
-            c = w * slope
-            trace += (c * dq[..., i, :]).sum(-1)
-            for head, part in enumerated_heads(a, q):
-                own = head.diagonal(dim1=-2, dim2=-1)
-                trace += own * (c[..., part] * dv[..., i, part]).sum(-1)
-                p, s = pair(head, c[..., part], v[..., part], q[..., part], k[..., part],
-                            dq[..., i, part], dk[..., i, part])  # fmt: skip
-                trace += p.mul_(s).mul_(head).sum(-1)
-        return trace
+    def pairs(a, y, q, k, v, dq, dk, dv, weight):
+        """For each tangent: c, its δq, δk, δv, c·vⱼ and the centred δsᵢⱼ."""
+        slope, scale = 1 - y * y, 1 / math.sqrt(q.shape[-1])
+        for w, qi, ki, vi in zip(*(x.unbind(-2) for x in (weight, dq, dk, dv))):
+            c, ds = w * slope, scale * qi @ k.mT
+            ds.diagonal(dim1=-2, dim2=-1).add_((q * ki).sum(-1), alpha=scale)
+            yield w, c, qi, ki, vi, c @ v.mT, centred(a, ds)
+
+    @staticmethod
+    def value(mask, q, k, v, dq, dk, dv, weight):
+        a = attention_weights(q, k, mask)
+        y, own = tanh(q + a @ v), a.diagonal(dim1=-2, dim2=-1)[..., None]
+        trace = 0
+        for _, c, dqa, _, dva, p, ds in AttentionTrace.pairs(a, y, q, k, v, dq, dk, dv, weight):
+            local = torch.addcmul(dqa, own, dva).mul_(c).sum(-1, keepdim=True)
+            trace = trace + local + p.mul_(ds).mul_(a).sum(-1, keepdim=True)
+        return y, trace
+
+    @staticmethod
+    def gradient(mask, q, k, v, dq, dk, dv, weight, g, gt):
+        a, scale = attention_weights(q, k, mask), 1 / math.sqrt(q.shape[-1])
+        y, own = tanh(q + a @ v), gt * a.diagonal(dim1=-2, dim2=-1)[..., None]
+        ga, gq, gk, gv, gslope = map(torch.zeros_like, (a, q, k, v, q))
+        slope, at = 1 - y * y, gt * a
+        grads = []
+        for w, c, dqa, dka, dva, p, ds in AttentionTrace.pairs(a, y, q, k, v, dq, dk, dv, weight):
+            centred(a, p)
+            ga.addcmul_(p, ds)
+            ga.diagonal(dim1=-2, dim2=-1).add_((c * dva).sum(-1))
+            gp, gs = ds.mul_(at), p.mul_(at).mul_(scale)
+            own_s = gs.diagonal(dim1=-2, dim2=-1)[..., None]
+            gc = (gp @ v).addcmul_(gt, dqa).addcmul_(own, dva)
+            gv += gp.mT @ c
+            gk += gs.mT @ dqa
+            gq.addcmul_(own_s, dka)
+            gslope.addcmul_(gc, w)
+            gw = (gc * slope).sum(-2, keepdim=True)
+            grads.append(((gs @ k).addcmul_(gt, c), own_s * q, own * c, gw))
+        go = gslope.mul_(y).mul_(-2).add_(g).mul_(slope)
+        gs = centred(a, ga.mul_(gt).add_(go @ v.mT)).mul_(a).mul_(scale)
+        gdq, gdk, gdv, gw = (torch.stack(x, -2) for x in zip(*grads))
+        return gq + go + gs @ k, gk + gs.mT @ q, gv + a.mT @ go, gdq, gdk, gdv, gw
+
+
+def by_head(f, heads, mask, likes, *xs):
+    """f.value of xs `(..., n, [p,] w)`, head by head; the results have the shapes of likes."""
+    batch = xs[0].dim() - 2
+    sets = math.prod(xs[0].shape[:batch])
+    split = [(sets, *x.shape[batch:-1], heads, x.shape[-1] // heads) for x in (*likes, *xs)]
+    shapes, split = split[: len(likes)], split[len(likes) :]
+    xs = [x.reshape(shape) for x, shape in zip(xs, split)]
+    mask = None if mask is None else mask.reshape(sets, -1)
+    return [y.view(z.shape) for y, z in zip(ByHead.apply(f, mask, shapes, *xs), likes)]
+
+
+def packed(x):
+    """A contiguous copy of what matrix products read: q, k and v, but no stack of tangents."""
+    return x.contiguous() if x.dim() == 4 else x
+
+
+class ByHead(torch.autograd.Function):
+    """f.value, and f.gradient on the way back, of as many sets and heads at a time as fit a cache.
+
+    Nothing n × n is kept: f.gradient computes it again, which is cheaper than fresh memory.
+    """
+
+    @staticmethod
+    def pieces(mask, *lists):
+        """Parts `(b, heads, n, [p,] h)` of each tensor `(sets, n, [p,] heads, h)`."""
+        sets, n, heads, _ = lists[0][0].shape
+        fit = 2**19 if lists[0][0].device.type == "cpu" else 2**28  # a cache, or a GPU's memory
+        few, size = max(1, min(heads, fit // n**2)), max(1, fit // (heads * n**2))
+        for i in range(0, sets, size):
+            for j in range(0, heads, few):
+                part = slice(i, i + size), ..., slice(j, j + few), slice(None)
+                yield (
+                    None if mask is None else mask[i : i + size],
+                    *([x[part].movedim(-2, 1) for x in xs] for xs in lists),
+                )
+
+    @staticmethod
+    def forward(ctx, f, mask, shapes, *xs):
+        ctx.f = f
+        ctx.save_for_backward(mask, *xs)
+        ys = [xs[0].new_empty(shape) for shape in shapes]
+        for m, x, y in ByHead.pieces(mask, xs, ys):
+            for to, part in zip(y, f.value(m, *map(packed, x))):
+                to.copy_(part)
+        return tuple(ys)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, g):  # g is (..., n)
-        a, q, k, v, dq, dk, dv, weight, slope = ctx.saved_tensors
-        g = g[..., None]
-        ga, gq, gk, gv, gslope = map(torch.zeros_like, (a, q, k, v, slope))
-        gdq, gdk, gdv, gweight = map(torch.empty_like, (dq, dk, dv, weight))
-        for i, w in enumerate(weight):
-            c = w * slope
-            gc, gdq[..., i, :] = g * dq[..., i, :], g * c
-            for (head, part), ghead in zip(enumerated_heads(a, q), ga.unbind(-3)):
-                ci, vi, qi, ki = (x[..., part] for x in (c, v, q, k))
-                dqi, dki, dvi = (x[..., i, part] for x in (dq, dk, dv))
-                own = g * head.diagonal(dim1=-2, dim2=-1)[..., None]
-                p, s = pair(head, ci, vi, qi, ki, dqi, dki)
-                s -= (head * s).sum(-1, keepdim=True)
-                ghead += p * s * g
-                ghead.diagonal(dim1=-2, dim2=-1).add_((g * ci * dvi).sum(-1))
-                gp, gs = s.mul_(head).mul_(g), p.mul_(head).mul_(g / math.sqrt(ki.shape[-1]))
-                gc[..., part] += gp @ vi + own * dvi
-                gv[..., part] += gp.mT @ ci
-                gdq[..., i, part] += gs @ ki
-                gk[..., part] += gs.mT @ dqi
-                diagonal = gs.diagonal(dim1=-2, dim2=-1)[..., None]
-                gq[..., part] += diagonal * dki
-                gdk[..., i, part] = diagonal * qi
-                gdv[..., i, part] = own * ci
-            gslope += gc * w
-            gweight[i] = (gc * slope).flatten(0, -2).sum(0)
-        return ga, gq, gk, gv, gdq, gdk, gdv, gweight, gslope
-
-
-def enumerated_heads(a, q):
-    """Each head's weights `(..., n, n)` and its part of the width."""
-    width = q.shape[-1] // a.shape[-3]
-    for h, head in enumerate(a.unbind(-3)):
-        yield head, slice(h * width, (h + 1) * width)
-
-
-def pair(a, c, v, q, k, dq, dk):
-    """cᵢ·vⱼ − Σₗ Aᵢₗ cᵢ·vₗ and δsᵢⱼ, `(..., n, n)` each."""
-    p, s = c @ v.mT, dq @ k.mT
-    s.diagonal(dim1=-2, dim2=-1).add_((q * dk).sum(-1))
-    s /= math.sqrt(k.shape[-1])
-    return p.sub_((a * p).sum(-1, keepdim=True)), s
+    def backward(ctx, *gs):
+        mask, *xs = ctx.saved_tensors
+        grads = [x.new_empty(x.shape) for x in xs]
+        for m, x, grad in ByHead.pieces(mask, (*xs, *gs), grads):
+            for to, part in zip(grad, ctx.f.gradient(m, *map(packed, x))):
+                to.copy_(part)
+        return None, None, None, *grads
 
 
 class ConcatSquash(nn.Module):
@@ -432,6 +546,17 @@ class ConcatSquashField(Field):
         return keep(h, mask), keep(trace[..., None], mask).sum((-2, -1))
 
 
+class LayerNorm(nn.LayerNorm):
+    """By hand under forward mode: there torch 2.13's own, differentiated again, is wrong."""
+
+    def forward(self, x):
+        if forward_ad._current_level < 0:
+            return super().forward(x)
+        x = x - x.mean(-1, keepdim=True)
+        x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + self.eps)
+        return x * self.weight + self.bias
+
+
 class TransformerLayer(nn.Module):
     """x + attention(norm(x)), then x + network(norm(x)); a condition is added before each norm."""
 
@@ -439,7 +564,7 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.heads = heads
         self.condition = nn.Linear(extra, width)
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.norms = nn.ModuleList(LayerNorm(width) for _ in range(2))
         self.qkv, self.merge = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.network = nn.Sequential(
             nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width)
@@ -460,14 +585,15 @@ class TransformerField(Field):
 
     def __init__(self, dim, width=128, layers=4, heads=4, context=0):
         super().__init__(dim, time=True, context=context)
-        if heads < 1 or width % heads:
-            raise ValueError(f"heads must divide the width {width}, but is {heads}")
+        check_heads(heads, width)
+        if layers < 1:
+            raise ValueError(f"layers must be at least 1, not {layers}")
         frequencies = 2.0 ** torch.arange(6) * math.pi
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.condition = nn.Sequential(nn.Linear(13 + context, width), nn.SiLU())
         self.enter_width = nn.Linear(dim, width)
         self.layers = nn.ModuleList(TransformerLayer(width, heads, width) for _ in range(layers))
-        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, dim)
+        self.norm, self.out = LayerNorm(width), nn.Linear(width, dim)
 
     def forward(self, t, x, mask=None, context=None):
         x, extra = self.enter(t, x, mask, context)
@@ -497,6 +623,7 @@ class DeepSets(nn.Module):
 
     def forward(self, x, mask=None):
         check_set(x, self.in_dim, mask)
+        check_values(x, mask)
         x = keep(x, mask)
         for layer in self.layers:
             x = tanh(layer(x - pool_max(x, mask).values))
@@ -524,6 +651,7 @@ class SetTransformer(nn.Module):
 
     def __init__(self, in_dim, classes, width=256, heads=4, inducing=32, dropout=0.5):
         super().__init__()
+        check_heads(heads, width)
         self.in_dim = in_dim
         points = [nn.init.xavier_uniform_(torch.empty(inducing, width)) for _ in range(2)]
         self.inducing = nn.ParameterList(points)
@@ -535,6 +663,7 @@ class SetTransformer(nn.Module):
 
     def forward(self, x, mask=None):
         check_set(x, self.in_dim, mask)
+        check_values(x, mask)
         x = keep(x, mask)
         for points, gather, spread in zip(self.inducing, self.gather, self.spread):
             summary = gather(points.expand(*x.shape[:-2], *points.shape), x, mask)
