@@ -45,22 +45,30 @@ class Tanh(torch.autograd.Function):
     def forward(x):
         fast = x.dtype == torch.float32 and x.device.type == "cpu"
         y = (2 * x).sigmoid_().mul_(2).sub_(1) if fast else torch.tanh(x)
-        return y, torch.addcmul(torch.ones((), dtype=x.dtype, device=x.device), y, y, value=-1)
+        return y, slope_at(y)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*output)
-        ctx.save_for_forward(*output)
+        ctx.save_for_backward(output[0])
+        ctx.save_for_forward(output[0])
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, gy, gs):  # dy = s dx and ds = −2y dy
-        y, s = ctx.saved_tensors
-        return torch.addcmul(gy, y, gs, value=-2) * s
+        (y,) = ctx.saved_tensors
+        g = gy if gs is None else -2 * y * gs if gy is None else torch.addcmul(gy, y, gs, value=-2)
+        return None if g is None else g * slope_at(y)
 
     @staticmethod
     def jvp(ctx, dx):
-        y, s = ctx.saved_tensors
-        return s * dx, -2 * y * s * dx
+        (y,) = ctx.saved_tensors
+        dy = dx * slope_at(y)
+        return dy, -2 * y * dy
+
+
+def slope_at(y):
+    """1 − y² in one pass."""
+    return torch.addcmul(torch.ones((), dtype=y.dtype, device=y.device), y, y, value=-1)
 
 
 class TanhTangent(torch.autograd.Function):
@@ -77,7 +85,7 @@ class TanhTangent(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g, gd):  # s ⊙ g − 2y ⊙ Σ δy ⊙ gδ and s ⊙ gδ
         y, dy = ctx.saved_tensors
-        s = torch.addcmul(torch.ones((), dtype=y.dtype, device=y.device), y, y, value=-1)
+        s = slope_at(y)
         dot = (dy * gd).sum(-2) if gd.shape[-2] > 1 else (dy * gd)[..., 0, :]
         gd = gd * s[..., None, :]
         return s.mul_(g).addcmul_(y, dot, value=-2), gd
