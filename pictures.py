@@ -167,13 +167,13 @@ R 0208 ~082848452505 2542  S ~4748080545420203  T 0848 2822  U ~080402424448  V 
 W 0812375268  X 0842 0248  Y 0825 4825 2522  Z 08480242  [ 19090111  \\ 0931  ] 09191101
 ^ 062846  _ 0141  ` 0817  a ~0506363432 ~341404023233  b 0802 ~040636320204  c ~353606023233
 d 3832 ~343606023234  e 0434 ~343606023233  f ~28181412 0626  g ~343606023234 ~3632300001
-h 0802 ~0406363432  i 0602 08  j ~16121000 18  k 0802 3603 1432  l 0802
+h 0802 ~0406363432  i 0602 08  j ~16121000 18  k 0802 3603 1432  l ~08040212
 m 0602 ~0406262422 ~2426464442  n 0602 ~0406363432  o ~040636320204  p 0600 ~040636320204
 q 3630 ~343606023234  r 0602 ~040626  s ~3536060434320203  t ~18141222 0626  u ~0604023234 3632
 v 062246  w 0612365266  x 0632 0236  y 0622 4610  z 06360232  { ~29191505 ~05151121  | 0901
 } ~09191525 ~25151101  ~ ~040626244446  µ ~0604023234 3632 0200  ² ~0809292706 0626  − 0545
-± 2824 0646 0242  × 0642 0246  → 0555 375533  … 02 22 42"""
-GLYPHS = dict(item.split(" ", 1) for item in FONT.replace("\n", "  ").split("  "))
+± 2824 0646 0242  × 0642 0246  → 0555 375533  … 02 22 42  □ 0208484202"""
+GLYPHS = {" ": ""} | dict(item.split(" ", 1) for item in FONT.replace("\n", "  ").split("  "))
 
 
 def _bend(points):
@@ -186,24 +186,25 @@ def _bend(points):
 
 @functools.cache
 def _glyph(char, unit):
-    """Coverage (10 units, advance) of one character; a box where the font has none."""
-    if char == " ":
-        return np.zeros((round(10 * unit), round(2.5 * unit)), np.float32)
+    """Coverage (10 units, advance) of one character."""
     lines = []
-    for code in GLYPHS.get(char, "0208484202").split():
+    for code in GLYPHS[char].split():
         at = np.array([*code.removeprefix("~")], np.float64).reshape(-1, 2)
         lines.append(_bend(at) if code.startswith("~") else at)
-    right = max(line[:, 0].max() for line in lines)
+    right = max((line[:, 0].max() for line in lines), default=0.7)
     lines = [(line * (1, -1) + (0.9, 9.5)) * unit for line in lines]
     return _stroke(lines, (round(10 * unit), round((right + 1.8) * unit)), 0.85 * unit, times=8)
 
 
 def text(string, unit=UNIT, width=math.inf):
     """Coverage (10 units, w) of a line of text; of its beginning, if it is wider than `width`."""
-    ink = np.concatenate([_glyph(c, unit) for c in string or " "], 1)
-    if ink.shape[1] <= width or len(string) < 2:
-        return ink
-    return text(string.removesuffix("…")[:-1] + "…", unit, width)
+    glyphs = [_glyph(c if c in GLYPHS else "□", unit) for c in string or " "]
+    if sum(g.shape[1] for g in glyphs) > width:
+        dots = _glyph("…", unit)
+        while glyphs and sum(g.shape[1] for g in [*glyphs, dots]) > width:
+            glyphs.pop()
+        glyphs.append(dots)
+    return np.concatenate(glyphs, 1)
 
 
 def _put(canvas, string, x, y, across=0.5, down=0.5, *, grey=INK, unit=UNIT, turn=False, width=1e9):
@@ -215,7 +216,7 @@ def _put(canvas, string, x, y, across=0.5, down=0.5, *, grey=INK, unit=UNIT, tur
 
 def _put_title(canvas, title, left):
     """Write the title of a picture; returns where what is below it begins."""
-    _put(canvas, title, left, MARGIN, 0, 0.2)
+    _put(canvas, title, left, MARGIN, 0, 0.2, width=canvas.shape[1] - left - MARGIN)
     return MARGIN + (LINE + GAP if title else 0)
 
 
@@ -240,12 +241,14 @@ def point_grid(
     frames      for each row a list: None, or the colour of the box around that set
     title       above everything
     colours     of the rows
-    limits      (low, high) of every axis: what is beyond is not drawn; None: all points are, in
-                one scale for all 2-D sets and one for all 3-D sets
+    limits      (low, high) of what a cell shows, across and up; points beyond are not drawn. None:
+                all are, in one scale for the 2-D sets and one for the 3-D sets
     cell, dot   pixels of a cell's side and of a point's radius (None: by the number of points)
     view        (azimuth, elevation) in degrees from which 3-D sets are seen
     """
     rows = _check(rows)
+    if cell < 24 or not 0 < (dot or 1) <= cell / 4:
+        raise ValueError(f"cell={cell}, dot={dot}: want a cell ≥ 24 and a dot in (0, cell / 4]")
     titles, frames = _table(titles, rows, "titles"), _table(frames, rows, "frames")
     labels = _match(row_labels, len(rows), "row_labels")
     colours = [_colour(c or "blue") for c in _match(colours, len(rows), "colours")]
@@ -265,8 +268,7 @@ def point_grid(
             panel = canvas[top : top + cell, x : x + cell]
             if points is not None:
                 middle, half = windows[points.shape[1]]
-                radius = dot or cell * 0.075 / max(len(points), 16) ** 0.3
-                panel[:] = _panel((look(points, view) - middle) / half, cell, radius, colours[i])
+                _draw((look(points, view) - middle) / half, panel, dot, colours[i])
             if frames[i][j]:
                 inner, panel[:] = panel[3:-3, 3:-3].copy(), _colour(frames[i][j])
                 panel[3:-3, 3:-3] = inner
@@ -323,8 +325,9 @@ def _window(sets, dim, limits, view):
     return (low + high) / 2, (high - low)[:2].max() / 2 or 1.0
 
 
-def _panel(seen, cell, radius, colour, times=4):
-    """Pixels (cell, cell, 3) of a set within [−1, 1]²: dots from the farthest to the nearest."""
+def _draw(seen, panel, radius, colour, times=4):
+    """Fill a panel (cell, cell, 3) with the dots in [−1, 1]², from the farthest to the nearest."""
+    cell, radius = len(panel), radius or len(panel) * 0.075 / max(len(seen), 16) ** 0.3
     seen = seen[(np.abs(seen[:, :2]) <= 1 + 1e-9).all(1)]
     seen = seen[np.argsort(seen[:, 2], kind="stable")] if seen.shape[1] == 3 else seen
     room = cell / 2 - radius - 4  # from the centre of the cell to that of the outermost dot
@@ -337,7 +340,7 @@ def _panel(seen, cell, radius, colour, times=4):
     level[y[dot], x[dot]] = _tones(seen, u, v, dot)  # of the dots in a pixel the last one stays
     covered = _shrink(level > 0, times)
     mean = np.rint(_shrink(level, times) / np.maximum(covered, 0.01) / 8).astype(np.uint8)
-    return PANEL + covered[..., None] * (_ramp(colour)[mean] - PANEL)
+    panel[:] = PANEL + covered[..., None] * (_ramp(colour)[mean] - PANEL)
 
 
 def _tones(seen, u, v, dot):
@@ -399,8 +402,9 @@ def ticks(low, high, most=7, *, log=False, least=0):
     """At most 1 + `most` round numbers from one ≤ low to one ≥ high, `least` or more apart."""
     if log:
         return _log_ticks(low, high if low < high else 2 * low, most)
-    if not low < high:
-        low, high = low - (abs(low) / 10 or 1), high + (abs(high) / 10 or 1)
+    if high - low <= 1e-9 * abs(high):  # one value: room on both sides
+        room = max(abs(high) / 10, least) or 1
+        low, high = low - room, high + room
     power = 10.0 ** math.floor(math.log10((high - low) / most))
     for step in (k * power for k in (1, 2, 2.5, 5, 10, 20, 50)):
         if step >= least and not (least and step % least):
@@ -461,12 +465,12 @@ def _trace(canvas, at, colour):
     """A line through the points (n, 2) that are finite, and dots where it would not be seen."""
     ok = np.isfinite(at).all(1)
     runs = [run[ok[run]] for run in np.split(np.arange(len(at)), np.flatnonzero(~ok))]
-    dots = [run for run in runs if len(run) == 1] if len(at) > 25 else [ok]
-    lines = [at[run] for run in runs if len(run)]
-    _blend(canvas, 0, 0, _stroke(lines, canvas.shape, 2.2), colour)
-    _blend(
-        canvas, 0, 0, _stroke([p[None] for run in dots for p in at[run]], canvas.shape, 6), colour
-    )
+    alone = [run for run in runs if len(run) == 1] if len(at) > 25 else [ok]
+    dots = [point[None] for run in alone for point in at[run]]
+    pieces = [at[run[k : k + 1001]] for run in runs for k in range(0, len(run), 1000)]
+    for lines, width in ((pieces, 2.2), (dots, 6)):
+        if lines:
+            _blend(canvas, 0, 0, _stroke(lines, canvas.shape, width), colour)
 
 
 # ------------------------------------------------------------------------------- confusion
