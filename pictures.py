@@ -484,7 +484,7 @@ def confusion(matrix, names, title=""):
     if not (np.isfinite(counts) & (counts >= 0)).all():
         raise ValueError("matrix holds a count that is negative or not finite")
     share = counts / np.maximum(counts.sum(1, keepdims=True), 1e-300)
-    cell = int(np.clip(480 / len(names), 15, 48))
+    cell = int(np.clip(480 / len(names), 15, 64))
     widest, side = max(text(n, SMALL).shape[1] for n in names), cell * len(names)
     turn = widest > cell - 4
     left, above = MARGIN + LINE + widest + GAP, widest + 2 if turn else LINE

@@ -310,7 +310,7 @@ def test_curves_of_one_value_or_many_series_or_long_ones_are_drawn():
 def test_the_diagonal_of_a_diagonal_matrix_is_blue_and_all_else_white(classes):
     picture = confusion(7 * np.eye(classes), [f"class_{k}" for k in range(classes)])
     blue, red = ink_of(picture, "blue"), ink_of(picture, "red")
-    cell = int(np.clip(480 / classes, 15, 48))
+    cell = int(np.clip(480 / classes, 15, 64))
     i, j = np.nonzero(blue)
     last = i < i.min() + cell * classes  # not the key below
     i, j = i[last] - i.min(), j[last] - j[last].min()
