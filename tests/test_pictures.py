@@ -3,7 +3,6 @@
 import os
 import string
 import struct
-import time
 import zlib
 
 import numpy as np
@@ -181,18 +180,6 @@ def test_a_cell_may_be_empty_and_rows_of_unequal_length():
     picture = point_grid([[points, None], [points], [np.zeros((0, 3)), None]])
     assert picture.shape == (2 * MARGIN + 3 * 112 + 2 * GAP, 2 * MARGIN + 2 * 112 + GAP, 3)
     assert (picture[:, MARGIN + 112 :] == 255).all()
-
-
-def test_pictures_of_usual_size_are_quick():
-    rng = np.random.default_rng(0)
-    for n, d, limit in ((2048, 3, 1.0), (50, 2, 0.2)):
-        sets = rng.normal(size=(4, 9, n, d))
-        times = []
-        for _ in range(5):  # the best of five: the machine is noisy
-            start = time.perf_counter()
-            point_grid(sets)
-            times.append(time.perf_counter() - start)
-        assert min(times) < limit
 
 
 # ------------------------------------------------------------------------------- letters
