@@ -42,7 +42,7 @@ from solvers import Stats
 
 RK4 = {"method": "rk4", "options": {"step_size": 0.1}}
 TIGHT = {"method": "dopri5", "rtol": 1e-9, "atol": 1e-9}
-BATCHES = st.sampled_from([(), (1,), (3,), (2, 2)])
+BATCHES = st.sampled_from([(), (2,), (1, 2)])
 ELEMENTARY = st.sampled_from(["attention", "deepsets", "concatsquash"])  # with their own traces
 CLASSIFIERS = {
     "deepsets": lambda: SetClassifier(2, 3, "deepsets"),
@@ -173,7 +173,7 @@ def test_classifier_takes_one_step_of_four_evaluations():
 # -------------------------------------------------------------------------------------- likelihoods
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(SEEDS, ELEMENTARY, st.integers(1, 3), st.integers(1, 2), BATCHES, st.booleans())
 def test_likelihood_is_base_density_plus_log_determinant_whatever_the_order(
     seed, field, n, dim, batch, masked
@@ -217,9 +217,9 @@ def test_hutchinson_is_unbiased_with_noise_that_is_fixed_within_a_solve_and_kept
     assert e.square().mean().sub(1).abs() < 0.05
     assert (e.abs().sub(1).abs().max() < 1e-12) == (kind == "rademacher")
     close(flow.log_prob(x, noise=e), found, 0)
-    flow.probes = 64
+    flow.probes = 16
     many = flow.log_prob(x[:500], generator=seeded(1))
-    assert 4 < found.std() / many.std() < 16  # √64 = 8
+    assert 3 < found.std() / many.std() < 5  # √16 = 4
     x = x[:1].clone().requires_grad_()
     first = flow.log_prob(x, generator=seeded())
     flow.log_prob(x, generator=seeded(1))
@@ -575,10 +575,10 @@ def test_temporal_model_has_the_layers_of_the_papers_table():
 ONE_STEP = {"method": "rk4", "hidden": (8, 8), "heads": 2}
 FLOWS = {
     **{
-        f: partial(SetFlow, 2, 2, field=f, **ONE_STEP)
+        f: partial(SetFlow, 2, 1, field=f, **ONE_STEP)
         for f in ("attention", "deepsets", "transformer")
     },
-    "exact": partial(SetFlow, 2, 2, trace="exact", **ONE_STEP),
+    "exact": partial(SetFlow, 2, 1, trace="exact", **ONE_STEP),
 }
 
 
