@@ -1,0 +1,225 @@
+"""train_cls.py as people use it: the command line, on the built-in shapes."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import data
+import train_cls
+import training
+
+ROOT = Path(__file__).parent.parent
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+SMALL = ["--model", "deepsets", "--points", "6", "--batch-size", "450", "--epochs", "2"]
+
+
+def script(*options, launcher=(), **settings):
+    command = [sys.executable, *launcher, str(ROOT / "train_cls.py"), *map(str, options)]
+    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=ENV, **pipes, **settings)
+
+
+def run_here(capsys, *options):
+    """Exit code and what was written to stderr, without a process of its own."""
+    try:
+        code = training.command(lambda: train_cls.main(list(map(str, options))), (data.DataError,))
+    except SystemExit as e:
+        code = e.code
+    return code, capsys.readouterr().err
+
+
+def lines(out):
+    parsed = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in parsed]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing interrupts, and its results."""
+    out = tmp_path_factory.mktemp("cls") / "whole"
+    return out, train_cls.main([*SMALL, "--out", str(out)])
+
+
+def test_a_run_learns_and_leaves_all_its_files(whole):
+    out, results = whole
+    names = {"config.json", "metrics.jsonl", "last.pt", "best.pt", "results.json"}
+    assert {p.name for p in out.iterdir()} == names | {"curves.png", "confusion.png"}
+    table = lines(out)
+    assert [line["epoch"] for line in table] == [0, 1, 2]
+    assert table[2]["loss"] < table[1]["loss"] < table[0]["valid_loss"]
+    test = results["test"]
+    assert test["accuracy"] > 0.5  # chance is 1/6
+    assert results == json.loads((out / "results.json").read_text())
+    counts = torch.tensor(test["confusion"])
+    assert counts.sum() == 1000
+    assert test["accuracy"] == counts.trace().item() / 1000
+    assert test["per_class"]["chair"] == counts[2, 2].item() / counts[2].sum().item()
+
+
+def test_the_paper_s_model_learns_within_a_budget_of_seconds(tmp_path):
+    options = [
+        "--points",
+        "8",
+        "--batch-size",
+        "64",
+        "--minutes",
+        "0.12",
+        "--schedule",
+        "one-cycle",
+    ]
+    results = train_cls.main([*options, "--category", "chair,vase", "--out", str(tmp_path / "run")])
+    assert results["test"]["accuracy"] > 0.8  # chance is 1/2
+    assert results["steps"] > 10
+
+
+@pytest.mark.parametrize("model", train_cls.MODELS)
+def test_models_have_the_sizes_of_table_1(model):
+    sizes = {"exnode-deepsets": 581_416, "exnode-attention": 516_392}
+    count = sum(p.numel() for p in train_cls.MODELS[model](3, 40).parameters())
+    assert count == sizes.get(model, count)
+
+
+def test_a_run_stopped_by_sigterm_within_an_epoch_resumes_to_the_same_numbers(whole, tmp_path):
+    reference, results = whole
+    out = tmp_path / "run"
+    process = script(*SMALL, "--out", out)
+    while not (out / "last.pt").exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "--resume goes on" in err
+    step = training.read_checkpoint(out / "last.pt")["step"]
+    assert 0 < step < 24
+    again = train_cls.main([*SMALL, "--out", str(out), "--resume"])
+    assert again["test"] == results["test"]
+    assert lines(out) == lines(reference)
+    a, b = (training.read_checkpoint(path / "last.pt")["model"] for path in (out, reference))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_two_processes_by_torchrun_equal_one(tmp_path):
+    options = ["--points", "2", "--batch-size", "2700", "--epochs", "1"]
+    train_cls.main([*options, "--out", str(tmp_path / "one")])
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    process = script(*options, "--out", tmp_path / "two", launcher=launcher)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    for a, b in zip(lines(tmp_path / "one"), lines(tmp_path / "two"), strict=True):
+        assert a["step"] == b["step"]
+        assert a["valid_loss"] == pytest.approx(b["valid_loss"], rel=1e-3)
+    assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+    results = json.loads((tmp_path / "two" / "results.json").read_text())
+    assert results["processes"] == 2
+    assert sum(map(sum, results["test"]["confusion"])) == 1000
+
+
+def test_several_runs_give_mean_and_deviation_and_go_on_as_a_whole(tmp_path, capsys):
+    options = [*SMALL[:-1], "1", "--out", str(tmp_path), "--seed", "4"]
+    train_cls.main([*options[:-4], "--out", str(tmp_path / "seed4"), "--seed", "4"])
+    results = train_cls.main([*options, "--runs", "2", "--resume"])
+    assert f"{tmp_path / 'seed4'} is complete" in capsys.readouterr().err
+    a, b = results["accuracy"]
+    assert a != b
+    assert results["mean"] == pytest.approx((a + b) / 2)
+    assert results["std"] == pytest.approx(abs(a - b) / 2**0.5)
+    assert [run["seed"] for run in results["runs"]] == [4, 5]
+    assert json.loads((tmp_path / "results.json").read_text()) == results
+
+
+def test_a_finished_run_can_be_evaluated_again_also_with_other_points(whole, capsys):
+    out, results = whole
+    assert train_cls.main(["--load", str(out), "--evaluate"])["test"] == results["test"]
+    more = train_cls.main(["--load", str(out), "--evaluate", "--points", "32"])
+    assert more["test"]["accuracy"] != results["test"]["accuracy"]
+    capsys.readouterr()
+    code, err = run_here(capsys, "--load", out, "--evaluate", "--model", "settransformer")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "of another model" in err
+
+
+def test_a_loss_that_explodes_exits_with_1_and_names_the_checkpoint(tmp_path, capsys):
+    code, err = run_here(capsys, *SMALL, "--lr", "1e37", "--out", tmp_path / "run")
+    assert code == 1
+    last = tmp_path / "run" / "last.pt"
+    assert re.search(rf"at step \d+ \(epoch 1\), learning rate 1e\+37; .* is {last}\n$", err)
+    assert training.read_checkpoint(last)["step"] == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu_is_one_line_and_exit_code_2(tmp_path):
+    process = script("--cuda", "--out", tmp_path / "run")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert err.count("\n") == 1
+    assert "no GPU" in err
+    assert not (tmp_path / "run").exists()
+
+
+WRONG = [
+    ["--model", "pointnet"],
+    ["--points", "0"],
+    ["--points", "many"],
+    ["--epochs", "0"],
+    ["--epochs", "1.5"],
+    ["--minutes", "-1"],
+    ["--minutes", "nan"],
+    ["--batch-size", "1"],
+    ["--lr", "inf"],
+    ["--ema", "1"],
+    ["--runs", "0"],
+    ["--seed", "-1"],
+    ["--data", "imagenet"],
+    ["--data", "mnist", "--root", "/nowhere"],
+    ["--data", "modelnet", "--root", "/nowhere"],
+    ["--category", "chairs"],
+    ["--schedule", "linear"],
+    ["--evaluate"],
+    ["--load", "/nowhere"],
+    ["--load", "/nowhere", "--evaluate"],
+    ["--out", "/proc/run"],
+    ["--unknown"],
+    ["stray"],
+]
+
+
+@pytest.mark.parametrize("options", WRONG, ids=" ".join)
+def test_a_wrong_option_is_one_line_and_exit_code_2(options, tmp_path, capsys):
+    out = [] if "--out" in options else ["--out", tmp_path / "run"]
+    code, err = run_here(capsys, *out, *options)
+    assert code == 2
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+
+
+def test_a_second_run_into_the_same_directory_is_refused(whole, capsys):
+    out, _ = whole
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    code, err = run_here(capsys, *SMALL, "--out", out)
+    assert (code, err.count("\n")) == (2, 1)
+    code, err = run_here(capsys, *SMALL, "--out", out, "--resume", "--lr", "0.5")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "lr 0.001 → 0.5" in err
+    assert before == {p.name: p.read_bytes() for p in out.iterdir()}
+
+
+def test_help_names_every_option_with_its_default(capsys):
+    with pytest.raises(SystemExit) as e:
+        train_cls.parse(["--help"])
+    assert e.value.code == 0
+    text = re.sub(r"\s+", " ", capsys.readouterr().out)
+    options = [f"--{name.replace('_', '-')}" for name in vars(train_cls.parse([]))]
+    assert len(options) == 18
+    for option in options:
+        after = text[text.rindex(f" {option} ") :]
+        assert re.match(r" --[^()]*(\([^)]*\)[^()]*)?\(default: ", after), option

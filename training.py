@@ -1,0 +1,592 @@
+"""What all experiments share: options, devices, the run directory, checkpoints, the loop.
+
+    python train_x.py …                      one process; Ctrl-C or SIGTERM saves and exits
+    python train_x.py … --resume             goes on where it stopped, bit for bit on a CPU
+    torchrun --nproc-per-node 8 train_x.py … 8 processes share every batch
+
+A run directory holds config.json (the options), metrics.jsonl (a line per evaluation), last.pt
+(everything needed to go on), best.pt (weights and options of the best evaluation) and, at the end,
+results.json. Files appear whole or not at all.
+
+A script brings a model, a loss and an evaluation; `Run.fit` is the loop, and knows no more of them.
+Exit codes (`command`): 0 done, 1 training failed, 2 wrong usage or data, 130 interrupted and saved.
+
+Decisions
+- The learning rate is a function of progress in [0, 1], set before every step. Progress is steps
+  done / steps planned. With --minutes it is the share of the time until a twentieth has passed;
+  then the measured speed fixes the number of steps, once. The plan is in the checkpoint, so that
+  from there on a resumed run repeats an uninterrupted one; another run may get another plan.
+- Several processes compute what one would with the same total batch: gradients are averaged
+  (DistributedDataParallel), and batch normalisation uses the statistics of all processes
+  (`synchronise`; torch's SyncBatchNorm wants a GPU). The order of sums differs, so the last digits
+  do; and dropout or noise is drawn per process, so there only the distribution is the same.
+- All processes read last.pt, so several machines need a common file system. torchrun has its own
+  exit codes: 1 whenever a process failed.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import pickle
+import platform
+import random
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import MethodType
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+FORMAT = "exnode checkpoint 1"
+SAVE_SECONDS = 300  # between checkpoints within an epoch
+SHOW_SECONDS = (0.5, 30)  # between progress lines: on a terminal, elsewhere
+PLACE_OPTIONS = ("out", "root", "resume", "cuda", "load", "evaluate", "runs")  # may differ
+
+
+class UsageError(ValueError):
+    """Something the user can put right: one line, exit code 2."""
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on: what, where, and which checkpoint is good; exit code 1."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Stopped by a signal, after saving; exit code 130."""
+
+
+# ---------------------------------------------------------------------------------- command line
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        say(f"{self.prog}: {message}; --help lists the options")
+        raise SystemExit(2)
+
+
+def number(kind, low):
+    """An argparse type: an int or float that is finite and at least `low`."""
+
+    def parse(text):
+        value = kind(text)
+        if not low <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is less than {low} or infinite")
+        return value
+
+    parse.__name__ = kind.__name__  # for argparse's own message
+    return parse
+
+
+def options(description, name, epochs, batch_size):
+    """A parser with the options that all experiments share."""
+    parser = Parser(
+        description=description,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add, sources = parser.add_argument, ("synthetic", "mnist", "modelnet", "modelnet10")
+    add("--data", choices=sources, default="synthetic", help="which sets; synthetic is built in")
+    add("--root", default="data", help="folder with the data")
+    add("--cuda", action="store_true", help="train on a GPU")
+    add("--out", default=f"runs/{name}", help="run directory")
+    add("--resume", action="store_true", help="go on with the run in --out, or start it")
+    add("--seed", type=number(int, 0), default=0, help="of weights, order, draws and held-out sets")
+    add("--epochs", type=number(int, 1), default=epochs, help="passes over the training sets")
+    help = "train this long instead of --epochs; the schedule fits; None: --epochs counts"
+    add("--minutes", type=number(float, 0), help=help)
+    help = "sets per step, over all processes"
+    add("--batch-size", type=number(int, 2), default=batch_size, help=help)
+    return parser
+
+
+def say(text, end="\n"):
+    """A line on stderr, of the first process only; on a terminal it replaces a progress line."""
+    if os.environ.get("RANK", "0") == "0":
+        clear = "\033[K" if sys.stderr.isatty() else ""
+        print(f"{text}{clear}", end=end, file=sys.stderr, flush=True)
+
+
+def command(main, usage=()):
+    """Run a script's main() and return its exit code; exceptions in `usage` are the user's."""
+    name = Path(sys.argv[0]).name
+    try:
+        main()
+    except (UsageError, *usage) as e:
+        say(f"{name}: {e}")
+        return 2
+    except TrainingError as e:
+        if e.__cause__ is not None:
+            traceback.print_exception(e.__cause__)
+        say(f"{name}: {e}")
+        return 1
+    except KeyboardInterrupt as e:
+        say(f"{name}: {e or 'interrupted'}")
+        return 130
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+# ------------------------------------------------------------------------------------- processes
+@dataclass(frozen=True)
+class World:
+    """This process among those that train together, and its device."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    def sum(self, x):
+        """Σ over processes of a tensor."""
+        if self.size > 1:
+            dist.all_reduce(x := x.to(self.device).clone())
+        return x
+
+    def gather(self, value):
+        """The list of every process's value."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def wait(self):
+        if self.size > 1:
+            dist.barrier()
+
+
+def connect(args):
+    """The World that torchrun's environment and --cuda describe."""
+    rank, size, local = (
+        int(os.environ.get(name, default))
+        for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+    )
+    if args.cuda and torch.cuda.device_count() <= local:
+        raise UsageError(
+            f"--cuda: process {local} finds no GPU ({torch.cuda.device_count()} there); "
+            "leave --cuda out to train on the CPU"
+        )
+    if args.batch_size % size:
+        raise UsageError(f"--batch-size {args.batch_size} is not a multiple of {size} processes")
+    device = torch.device("cuda", local) if args.cuda else torch.device("cpu")
+    if args.cuda:
+        torch.cuda.set_device(device)
+    if size > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if args.cuda else "gloo")
+    return World(device, rank, size)
+
+
+class AllSum(torch.autograd.Function):
+    """Σ over processes; so is its gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        dist.all_reduce(x := x.clone())
+        return x
+
+    @staticmethod
+    def backward(ctx, g):
+        dist.all_reduce(g := g.clone(memory_format=torch.contiguous_format))
+        return g
+
+
+def synchronise(model):
+    """Let each batch normalisation over the last axis use the statistics of all processes."""
+
+    def forward(norm, x, *mask):
+        if not norm.training:
+            return type(norm).forward(norm, x, *mask)
+        assert x.shape[-1] == norm.num_features
+        there = mask[0] if mask and mask[0] is not None else x.new_ones(x.shape[:-1])
+        there = there.flatten()[:, None].to(x.dtype)
+        h = x.flatten(0, -2)  # (points of all sets, width)
+        n = AllSum.apply(there.sum())
+        mean = AllSum.apply((there * h).sum(0)) / n
+        var = AllSum.apply((there * (h - mean) ** 2).sum(0)) / n
+        with torch.no_grad():
+            norm.num_batches_tracked += 1
+            norm.running_mean.lerp_(mean, norm.momentum)
+            norm.running_var.lerp_(var * n / (n - 1).clamp(min=1), norm.momentum)
+        h = (h - mean) * torch.rsqrt(var + norm.eps) * norm.weight + norm.bias
+        return h.view_as(x)
+
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.forward = MethodType(forward, module)
+
+
+# ------------------------------------------------------------------------------------ randomness
+def seed(number, rank=0):
+    """Seed every global stream of random numbers."""
+    number = (number + 7919 * rank) % 2**32
+    random.seed(number)
+    np.random.seed(number)  # noqa: NPY002  a user's loss may draw from it
+    torch.manual_seed(number)
+
+
+def random_states():
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    numpy = (name, keys.tolist(), *rest)
+    return {
+        "python": random.getstate(),
+        "numpy": numpy,
+        "torch": torch.get_rng_state(),
+        "cuda": cuda,
+    }
+
+
+def restore_random_states(states):
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])  # noqa: NPY002
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+# ----------------------------------------------------------------------------- files of a run
+def write(path, save):
+    """Let save(file) fill a temporary file, which then takes the place of `path`, whole."""
+    part = path.with_name(path.name + ".part")
+    with open(part, "wb") as f:
+        save(f)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(part, path)
+
+
+def write_json(path, value):
+    write(path, lambda f: f.write((json.dumps(value, indent=1) + "\n").encode()))
+
+
+def read_json(path):
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as e:
+        raise UsageError(f"{path}: {e}") from None
+
+
+def read_checkpoint(path):
+    """The dict in last.pt or best.pt; nothing in the file is executed."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such checkpoint") from None
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as e:
+        reason = f"{type(e).__name__}: {e}".splitlines()[0][:120]
+        raise UsageError(f"{path}: damaged, or no checkpoint of ours ({reason})") from None
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise UsageError(f"{path}: not a checkpoint of this program")
+    return state
+
+
+def load_weights(model, state, path):
+    try:
+        model.load_state_dict(state["model"])
+    except (RuntimeError, KeyError) as e:
+        raise UsageError(f"{path}: of another model ({str(e).splitlines()[0]})") from None
+
+
+def configuration(args):
+    """The options that a run's numbers depend on."""
+    return {k: v for k, v in sorted(vars(args).items()) if k not in PLACE_OPTIONS}
+
+
+def prepare(args, world):
+    """Make or check the run directory --out; the results, if the run in it is complete."""
+    out, config = Path(args.out), configuration(args)
+    if world.rank == 0:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise UsageError(f"--out {out}: {e.strerror}") from None
+        if not (out / "config.json").exists():
+            if any(out.iterdir()):
+                raise UsageError(f"--out {out} is not empty, and no run: name another directory")
+            write_json(out / "config.json", config)
+        elif not args.resume:
+            raise UsageError(f"--out {out} holds a run: add --resume, or name another directory")
+        before = read_json(out / "config.json")
+        names = sorted(before.keys() | config.keys())
+        differ = [k for k in names if before.get(k) != config.get(k)]
+        if differ:
+            differ = ", ".join(f"{k} {before.get(k)} → {config.get(k)}" for k in differ)
+            raise UsageError(f"--resume: the run in {out} has other options: {differ}")
+    world.wait()
+    return read_json(out / "results.json") if (out / "results.json").exists() else None
+
+
+def commit():
+    """The version of this code: a commit, with a + if files have changed since."""
+    git = ("git", "-C", str(Path(__file__).parent))
+    try:
+        head = subprocess.check_output([*git, "rev-parse", "HEAD"], stderr=subprocess.DEVNULL)
+        changes = subprocess.check_output([*git, "status", "--porcelain", "-uno"])
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.decode().strip() + ("+" if changes else "")
+
+
+# -------------------------------------------------------------------------------------- schedules
+def halve(intervals):
+    """Half as large in each of so many equal intervals as in the one before."""
+    return lambda progress: 0.5 ** min(int(progress * intervals + 1e-9), intervals - 1)
+
+
+def cosine(progress):
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def one_cycle(progress, warm=0.3):
+    """From 1/25 up to 1 in the first 30 %, then down to 0, both along a cosine."""
+    if progress < warm:
+        return 1 - 0.96 * cosine(progress / warm)
+    return cosine((progress - warm) / (1 - warm))
+
+
+# ------------------------------------------------------------------------------------------- loop
+class Objective(nn.Module):
+    """The loss as a module: DistributedDataParallel only sees what goes through forward."""
+
+    def __init__(self, model, loss):
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, batch):
+        return self.loss(self.model, batch)
+
+
+class Run:
+    """A model in training: everything that a checkpoint holds, and the loop.
+
+    schedule  progress in [0, 1] → factor of the optimiser's learning rate
+    steps     batches per epoch; an evaluation follows each epoch
+    ema       decay of an average of the weights, which is then what is evaluated and kept as best
+    clip      largest gradient norm
+    """
+
+    def __init__(self, args, world, model, optimizer, schedule, steps, ema=0.0, clip=math.inf):
+        self.args, self.world, self.model, self.optimizer = args, world, model, optimizer
+        self.schedule, self.steps, self.decay, self.clip = schedule, steps, ema, clip
+        self.out, self.budget = Path(args.out), 60 * (args.minutes or 0)
+        self.average = {k: v.clone() for k, v in model.state_dict().items()} if ema else None
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+        # (step, progress there, steps in all): the line that progress follows from that step on
+        self.plan = None if args.minutes else (0, 0.0, args.epochs * steps)
+        self.step, self.evaluated, self.best, self.losses = 0, -1, -math.inf, (0.0, 0)
+        self.logged = self.evaluating = 0  # bytes in metrics.jsonl; seconds an evaluation takes
+        self.clock, self.stop = 0.0, False  # seconds of training so far, agreed by all processes
+        if world.size > 1:
+            synchronise(model)
+            seed(args.seed, world.rank)
+        if (self.out / "last.pt").exists():
+            self.restore(read_checkpoint(self.out / "last.pt"))
+        self.first, self.saved = self.step, self.clock
+        self.began = self.shown = time.monotonic()
+        self.started = self.began - self.clock
+
+    seconds = property(lambda self: time.monotonic() - self.started)
+    total = property(lambda self: self.plan[2] if self.plan else math.inf)
+
+    def fit(self, loss, batches, evaluate, best):
+        """Train for the planned steps, then load the weights of the best evaluation.
+
+        loss(model, batch)     mean over the sets of a batch
+        batches(epoch, start)  this process's share of an epoch's batches, from number `start` on
+        evaluate(model)        {name: number} on held-out sets, equal in all processes; the run
+                               keeps the weights with the largest number called `best`
+        """
+        objective = Objective(self.model, loss)
+        if self.world.size > 1:
+            objective = DistributedDataParallel(objective, broadcast_buffers=False)
+        with self.signals():
+            while self.step < self.total or self.evaluated < self.step:
+                epoch, start = divmod(self.step, self.steps)
+                if self.evaluated < self.step and (start == 0 or self.step == self.total):
+                    self.evaluate(evaluate, best)
+                    continue
+                for batch in batches(epoch, start):
+                    self.advance(objective, batch)
+                    if self.step == self.total:
+                        break
+        if not (self.out / "best.pt").exists():
+            raise TrainingError(f"no evaluation in {self.out} gave a finite {best}")
+        load_weights(self.model, read_checkpoint(self.out / "best.pt"), self.out / "best.pt")
+        self.model.eval()
+
+    def progress(self):
+        if self.plan is None:
+            return min(self.clock / self.budget, 1.0) if self.budget else 1.0
+        step, progress, total = self.plan
+        return progress + (1 - progress) * (self.step - step) / max(total - step, 1)
+
+    def advance(self, objective, batch):
+        """One step, and whatever is due after it."""
+        try:
+            loss, self.clock, stop = self.update(objective, batch)
+        except (ArithmeticError, RuntimeError, ValueError) as e:
+            lr, epoch = self.optimizer.param_groups[0]["lr"], self.step // self.steps + 1
+            where = f"step {self.step + 1} (epoch {epoch}), learning rate {lr:g}"
+            good = f"the last good checkpoint is {self.out / 'last.pt'}"
+            known = isinstance(e, FloatingPointError)
+            raise TrainingError(f"{e} at {where}; {good}") from (None if known else e)
+        self.step, self.losses = self.step + 1, (self.losses[0] + loss, self.losses[1] + 1)
+        if self.plan is None and self.clock >= self.budget / 20:
+            self.make_plan()
+        self.show()
+        if stop or self.clock - self.saved > SAVE_SECONDS:
+            self.save()
+        if stop:
+            where = f"step {self.step}, saved in {self.out / 'last.pt'}"
+            raise Interrupted(f"interrupted at {where}; the same command with --resume goes on")
+
+    def update(self, objective, batch):
+        """θ ← θ − lr · Adam(∇ loss), or another optimiser; what the processes agree on."""
+        factor = self.schedule(self.progress())
+        for group in self.optimizer.param_groups:
+            group["lr"] = factor * group["initial_lr"]
+        loss = objective(batch)
+        self.optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip).item()
+        told = torch.tensor([loss.item(), self.seconds, self.stop], dtype=torch.float64)
+        loss, clock, stop = (self.world.sum(told) / self.world.size).tolist()
+        if not math.isfinite(loss + norm):
+            raise FloatingPointError(f"loss is {loss:g} and the norm of its gradient {norm:g}")
+        self.optimizer.step()
+        if self.average:
+            blend(self.average, self.model.state_dict(), 1 - self.decay)
+        return loss, clock, stop
+
+    def make_plan(self):
+        """As many steps, with their evaluations, as fit into what is left of the budget."""
+        each = (self.clock - self.evaluating) / self.step + self.evaluating / self.steps
+        more = max(int((self.budget - self.clock - self.evaluating) / each), 0)
+        self.plan = (self.step, self.progress(), self.step + more)
+
+    def evaluate(self, evaluate, best):
+        """A line in metrics.jsonl, and best.pt if it is the best so far."""
+        begun = time.monotonic()
+        weights = self.model.state_dict()
+        if self.average:  # evaluate the average in place of the weights
+            weights = {k: v.clone() for k, v in weights.items()}
+            self.model.load_state_dict(self.average)
+        with torch.no_grad():
+            metrics = evaluate(self.model.eval())
+        kept = {k: v.clone() for k, v in self.model.state_dict().items()}
+        self.model.load_state_dict(weights)
+        self.model.train()
+        taken = torch.tensor(time.monotonic() - begun, dtype=torch.float64)
+        self.evaluating = self.world.sum(taken).item() / self.world.size
+        self.log(metrics)
+        self.evaluated, self.losses = self.step, (0.0, 0)
+        if metrics[best] > self.best:
+            self.best = metrics[best]
+            state = {"format": FORMAT, "model": kept, "config": configuration(self.args)}
+            if self.world.rank == 0:
+                state |= {"step": self.step, "metrics": metrics}
+                write(self.out / "best.pt", lambda f: torch.save(state, f))
+        self.save()
+
+    def log(self, metrics):
+        loss = self.losses[0] / self.losses[1] if self.losses[1] else None
+        lr = self.optimizer.param_groups[0]["lr"]
+        line = {"step": self.step, "epoch": self.step / self.steps, "loss": loss, "lr": lr}
+        line |= {**metrics, "seconds": round(self.seconds, 2)}
+        numbers = (f"{k} {v:.4g}" for k, v in line.items() if isinstance(v, float))
+        say(", ".join(numbers))
+        if self.world.rank == 0:
+            with open(self.out / "metrics.jsonl", "ab") as f:
+                f.truncate(min(self.logged, f.tell()))  # what a killed run wrote since last.pt
+                f.write(json.dumps(line).encode() + b"\n")
+                self.logged = f.tell()
+
+    def show(self):
+        """Loss, speed and time left: in place on a terminal, else a line now and then."""
+        now, terminal = time.monotonic(), sys.stderr.isatty()
+        if now - self.shown < SHOW_SECONDS[0 if terminal else 1]:
+            return
+        self.shown = now
+        rate = (self.step - self.first) / max(now - self.began, 1e-9)
+        left = (self.total - self.step) / rate if self.plan else self.budget - self.clock
+        text = f"epoch {self.step / self.steps:.2f} of {self.total / self.steps:.4g}"
+        text += f", loss {self.losses[0] / self.losses[1]:.4f}, {rate:.2f} steps/s"
+        left = f"{int(left) // 3600}:{int(left) // 60 % 60:02}:{int(left) % 60:02}"
+        say(f"{text}, {left} left", end="\r" if terminal else "\n")
+
+    @contextlib.contextmanager
+    def signals(self):
+        """Ctrl-C and SIGTERM ask the loop to save and stop; a second one stops at once."""
+
+        def ask(number, frame):
+            self.stop = True
+            if self.world.size == 1:  # torchrun repeats the terminal's
+                signal.signal(number, before[number])
+
+        before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def save(self):
+        """last.pt: all that the rest of the run depends on."""
+        self.saved = self.clock
+        names = ("step", "evaluated", "best", "losses", "plan", "evaluating", "logged", "average")
+        state = {name: getattr(self, name) for name in names}
+        state |= {"format": FORMAT, "epoch": self.step // self.steps, "clock": self.seconds}
+        state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state["random"] = self.world.gather(random_states())
+        if self.world.rank == 0:
+            write(self.out / "last.pt", lambda f: torch.save(state, f))
+
+    def restore(self, state):
+        path = self.out / "last.pt"
+        try:
+            for name in ("step", "evaluated", "best", "losses", "plan", "evaluating", "logged"):
+                setattr(self, name, state[name])
+            self.clock = state["clock"]
+            self.optimizer.load_state_dict(state["optimizer"])
+            if self.average:
+                blend(self.average, state["average"], 1.0)
+            states = state["random"]
+        except (KeyError, TypeError, ValueError) as e:
+            raise UsageError(f"{path}: not a last.pt of this run ({e!r})") from None
+        load_weights(self.model, state, path)
+        if len(states) == self.world.size:
+            restore_random_states(states[self.world.rank])
+        else:
+            say(f"{path} is of {len(states)} processes, so random numbers are drawn anew")
+            seed(self.args.seed + self.step, self.world.rank)
+
+    def finish(self, test, **more):
+        """Write and return results.json: test metrics, and what it takes to repeat them."""
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        results = {"test": test, **more, "best": self.best, "steps": self.step}
+        results |= {"epochs": self.step / self.steps, "seconds": round(self.clock, 1)}
+        results |= {"config": configuration(self.args), "seed": self.args.seed, "commit": commit()}
+        results |= {"versions": versions | {"numpy": np.__version__}, "command": sys.argv}
+        results |= {"device": str(self.world.device), "processes": self.world.size}
+        if self.world.rank == 0:
+            write_json(self.out / "results.json", results)
+        self.world.wait()
+        return results
+
+
+def blend(average, state, share):
+    """average ← average + share (state − average), for the entries that are not counters."""
+    for name, value in state.items():
+        if average[name].is_floating_point() and share < 1:
+            average[name].lerp_(value, share)
+        else:
+            average[name].copy_(value)
