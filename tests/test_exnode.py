@@ -250,7 +250,7 @@ def test_decoding_undoes_encoding_as_well_as_the_solver_can(seed, field, tol):
         close(back(z, mask), x, 1000 * tol)
 
 
-@pytest.mark.parametrize("how", [RK4, TIGHT])
+@pytest.mark.parametrize("how", [RK4, {**TIGHT, "rtol": 1e-7, "atol": 1e-7}])
 @all_traces
 def test_three_gradients_of_the_likelihood_agree(how, trace):
     flow = make_flow(trace=trace, context=2, time=True, **{"options": None, **how})
@@ -264,10 +264,10 @@ def test_three_gradients_of_the_likelihood_agree(how, trace):
         found[gradient] = torch.autograd.grad(loss, [x, context, *flow.parameters()])
     assert not found["backprop"][0][~mask].any()
     close(found["checkpoint"], found["backprop"], 1e-9)
-    close(found["adjoint"], found["backprop"], 1e-3 if how is RK4 else 1e-6)
+    close(found["adjoint"], found["backprop"], 1e-3 if how is RK4 else 1e-4)
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(SEEDS, GARBAGE, st.sampled_from([RK4, {**TIGHT, "rtol": 1e-7, "atol": 1e-7}]))
 def test_padding_changes_neither_likelihood_nor_loss_nor_their_gradients(seed, value, how):
     flow = make_flow(seed, scale=1.0, trace="exact", **{"options": None, **how})
@@ -404,7 +404,7 @@ def test_rounds_of_disjoint_pairs_meet_every_pair_once(n):
 
 
 @pytest.mark.parametrize("decoder", ["concatsquash", "attention"])
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(SEEDS, st.integers(1, 4), GARBAGE)
 def test_posterior_and_elbo_know_neither_order_nor_padding_of_points(decoder, seed, n, value):
     vae, (x, t), found = make_vae(seed, decoder=decoder), series(n=n), []
