@@ -162,7 +162,8 @@ def train_several(args):
     accuracy = [run["test"]["accuracy"] for run in runs]
     results = {"mean": statistics.mean(accuracy), "std": statistics.stdev(accuracy)}
     results |= {"accuracy": accuracy, "runs": runs}
-    training.write_json(Path(args.out) / "results.json", results)
+    if training.connect(args).rank == 0:
+        training.write_json(Path(args.out) / "results.json", results)
     return results
 
 

@@ -101,7 +101,7 @@ def options(description, name, epochs, batch_size):
     add("--seed", type=number(int, 0), default=0, help="of weights, order, draws and held-out sets")
     add("--epochs", type=number(int, 1), default=epochs, help="passes over the training sets")
     help = "train this long instead of --epochs; the schedule fits; None: --epochs counts"
-    add("--minutes", type=number(float, 0), help=help)
+    add("--minutes", type=number(float, 0.01), help=help)
     help = "sets per step, over all processes"
     add("--batch-size", type=number(int, 2), default=batch_size, help=help)
     return parser
@@ -122,7 +122,7 @@ def command(main, usage=()):
     except (UsageError, *usage) as e:
         say(f"{name}: {e}")
         return 2
-    except TrainingError as e:
+    except (TrainingError, OSError) as e:
         if e.__cause__ is not None:
             traceback.print_exception(e.__cause__)
         say(f"{name}: {e}")
@@ -306,13 +306,14 @@ def prepare(args, world):
     if world.rank == 0:
         try:
             out.mkdir(parents=True, exist_ok=True)
+            there = {path.name for path in out.iterdir() if path.suffix != ".part"}
+            if not there:
+                write_json(out / "config.json", config)
         except OSError as e:
             raise UsageError(f"--out {out}: {e.strerror}") from None
-        if not (out / "config.json").exists():
-            if any(out.iterdir()):
-                raise UsageError(f"--out {out} is not empty, and no run: name another directory")
-            write_json(out / "config.json", config)
-        elif not args.resume:
+        if there and "config.json" not in there:
+            raise UsageError(f"--out {out} is not empty, and no run: name another directory")
+        if there and not args.resume:
             raise UsageError(f"--out {out} holds a run: add --resume, or name another directory")
         before = read_json(out / "config.json")
         names = sorted(before.keys() | config.keys())
@@ -384,6 +385,7 @@ class Run:
         self.plan = None if args.minutes else (0, 0.0, args.epochs * steps)
         self.step, self.evaluated, self.best, self.losses = 0, -1, -math.inf, (0.0, 0)
         self.logged = self.evaluating = 0  # bytes in metrics.jsonl; seconds an evaluation takes
+        self.probe = None  # (step, clock) after the first step of this process
         self.clock, self.stop = 0.0, False  # seconds of training so far, agreed by all processes
         if world.size > 1:
             synchronise(model)
@@ -407,7 +409,7 @@ class Run:
         """
         objective = Objective(self.model, loss)
         if self.world.size > 1:
-            objective = DistributedDataParallel(objective, broadcast_buffers=False)
+            objective = DistributedDataParallel(objective)
         with self.signals():
             while self.step < self.total or self.evaluated < self.step:
                 epoch, start = divmod(self.step, self.steps)
@@ -425,7 +427,7 @@ class Run:
 
     def progress(self):
         if self.plan is None:
-            return min(self.clock / self.budget, 1.0) if self.budget else 1.0
+            return min(self.clock / self.budget, 1.0)
         step, progress, total = self.plan
         return progress + (1 - progress) * (self.step - step) / max(total - step, 1)
 
@@ -440,7 +442,7 @@ class Run:
             known = isinstance(e, FloatingPointError)
             raise TrainingError(f"{e} at {where}; {good}") from (None if known else e)
         self.step, self.losses = self.step + 1, (self.losses[0] + loss, self.losses[1] + 1)
-        if self.plan is None and self.clock >= self.budget / 20:
+        if self.plan is None:
             self.make_plan()
         self.show()
         if stop or self.clock - self.saved > SAVE_SECONDS:
@@ -468,10 +470,18 @@ class Run:
         return loss, clock, stop
 
     def make_plan(self):
-        """As many steps, with their evaluations, as fit into what is left of the budget."""
-        each = (self.clock - self.evaluating) / self.step + self.evaluating / self.steps
-        more = max(int((self.budget - self.clock - self.evaluating) / each), 0)
-        self.plan = (self.step, self.progress(), self.step + more)
+        """As many steps, with their evaluations, as fit into what is left of the budget.
+
+        Speed is measured over ten steps and a twentieth of the time, without the slow first step.
+        """
+        self.probe = self.probe or (self.step, self.clock)
+        measured, share = self.step - self.probe[0], self.clock / self.budget
+        if share < 1 / 20 or (measured < 10 and share < 1 / 2):
+            return
+        taken = self.clock - self.probe[1] if measured else self.clock
+        each = taken / (measured or self.step) + self.evaluating / self.steps
+        more = int((self.budget - self.clock - self.evaluating) / each)
+        self.plan = (self.step, self.progress(), self.step + max(more, 0))
 
     def evaluate(self, evaluate, best):
         """A line in metrics.jsonl, and best.pt if it is the best so far."""
@@ -518,7 +528,8 @@ class Run:
         self.shown = now
         rate = (self.step - self.first) / max(now - self.began, 1e-9)
         left = (self.total - self.step) / rate if self.plan else self.budget - self.clock
-        text = f"epoch {self.step / self.steps:.2f} of {self.total / self.steps:.4g}"
+        text = f"epoch {self.step / self.steps:.2f}"
+        text += f" of {self.total / self.steps:.4g}" if self.plan else ""
         text += f", loss {self.losses[0] / self.losses[1]:.4f}, {rate:.2f} steps/s"
         left = f"{int(left) // 3600}:{int(left) // 60 % 60:02}:{int(left) % 60:02}"
         say(f"{text}, {left} left", end="\r" if terminal else "\n")
