@@ -27,6 +27,7 @@ Departures from the paper, which calls torchdiffeq:
   - The error norm of a tuple is that of its concatenation.
 """
 
+import cmath
 import math
 from bisect import bisect_right
 from collections.abc import Callable
@@ -361,9 +362,8 @@ def fixed_place(ts, i, j, n):
     return ts[i] + j * h, ts[i] + (j + 1) * h if j < n - 1 else ts[i + 1], h
 
 
-@torch.no_grad()
 def is_finite(x):
-    return math.isfinite(abs(x.sum().item())) or bool(torch.isfinite(x).all())
+    return cmath.isfinite(x.detach().sum().item()) or bool(torch.isfinite(x).all())
 
 
 def adaptive_steps(problem, x, ts):
