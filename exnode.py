@@ -18,7 +18,7 @@ x is `(..., n, d)`, mask `(..., n)`, True where a point exists. A set without po
 here; in sets.py it is a field of zeros.
 
 Departures from the paper:
-  - `trace="exact"` replaces Hutchinson's estimate by the trace itself, at no greater cost.
+  - `trace="exact"` replaces Hutchinson's estimate by the trace itself, at about the same cost.
   - The noise of Hutchinson's estimator is drawn per call and kept nowhere.
   - `gradient="checkpoint"` differentiates the discrete solve exactly in the memory of one step.
   - `matching_loss` trains the same flow by regression, without a solver (flow matching).
