@@ -236,7 +236,10 @@ def test_padded_point_changes_nothing_for_the_others_and_stays_where_it_is(case,
 @given(cases(batches=((3,), (2, 2))))
 def test_padded_batch_is_its_sets_one_by_one(case):
     mask, batch = draw_mask(case.x.shape[:-1]), case.x.shape[:-2]
-    t, e = torch.as_tensor(case.t).expand(batch), torch.randn(2, *case.x.shape, dtype=F64)
+    t, e = (
+        torch.as_tensor(case.t, dtype=F64).expand(batch),
+        torch.randn(2, *case.x.shape, dtype=F64),
+    )
     dx, trace = case("value_and_trace", mask=mask)
     je = case("value_and_jvp", e, mask=mask)[1]
     for i, here in one_by_one(mask):
