@@ -240,14 +240,14 @@ def test_density_integrates_to_one(field, n):
 
 
 @settings(max_examples=8)
-@given(SEEDS, ELEMENTARY, st.sampled_from([1e-5, 1e-7, 1e-9]))
+@given(SEEDS, ELEMENTARY, st.sampled_from([1e-6, 1e-8, 1e-9]))
 def test_decoding_undoes_encoding_as_well_as_the_solver_can(seed, field, tol):
     flow = make_flow(seed, 2, 3, field, 1.5, method="dopri5", rtol=tol, atol=tol, options=None)
     x, mask = torch.randn(2, 4, 2, dtype=F64), draw_mask((2, 4))
     for there, back in ((flow.encode, flow.decode), (flow.decode, flow.encode)):
         z = there(x, mask)
-        assert (z - x)[mask].abs().max() > 1e-2
-        close(back(z, mask), x, 1000 * tol)
+        assert (z - x)[mask].abs().max() > 0.05
+        close(back(z, mask), x, 1e4 * tol)  # the flow stretches errors, too
 
 
 @pytest.mark.parametrize("how", [RK4, {**TIGHT, "rtol": 1e-7, "atol": 1e-7}])
