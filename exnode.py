@@ -28,6 +28,7 @@ Departures from the paper:
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -61,8 +62,13 @@ def solve(f, y0, t, params, gradient, **settings):
     if gradient == "checkpoint":
         return odeint_checkpoint(f, y0, t, params=params, **settings)
     seminorm = {"norm": "seminorm"} if settings["method"] == "dopri5" else {}
-    options = {**(settings["options"] or {}), **seminorm}
+    options = {k: v for k, v in (settings["options"] or {}).items() if k != "norm"} | seminorm
     return odeint_adjoint(f, y0, t, adjoint_params=params, adjoint_options=options, **settings)
+
+
+def root_mean_square(state, size):
+    parts = state if isinstance(state, tuple) else (state,)
+    return (sum(part.square().sum() for part in parts) / size).sqrt()
 
 
 def one_of(name, value, choices):
@@ -96,19 +102,29 @@ class ExNODE(nn.Module):
         def f(t, x):
             return self.field(t, x, mask, context)
 
-        return self.run(f, x, times, context, stats)
-
-    def run(self, f, y0, times, context, stats):
-        params = [*self.field.parameters(), *([] if context is None else [context])]
-        t = torch.tensor(times, dtype=torch.float64)
-        states = solve(f, y0, t, params, self.gradient, stats=stats, **self.settings)
-        return tuple(s[-1] for s in states) if isinstance(y0, tuple) else states[-1]
+        return self.run(f, x, times, mask, context, stats)
 
     def forward_and_log_det(self, x, mask=None, context=None, noise=None, stats=None):
         """z(t₁) and ∫ Tr(∂f/∂z) dt per set; exact, or Hutchinson's estimate if noise is given."""
         start = (x, x.new_zeros(x.shape[:-2]))
         f = self.augmented(mask, context, noise)
-        return self.run(f, start, (0.0, self.t1), context, stats)
+        return self.run(f, start, (0.0, self.t1), mask, context, stats)
+
+    def run(self, f, start, times, mask, context, stats):
+        """Solve from x or (x, log det); padded points neither move nor count in the error norm."""
+        x, *rest = start if isinstance(start, tuple) else (start,)
+        settings = dict(self.settings)
+        if mask is not None and settings["method"] == "dopri5":
+            size = mask.sum() * x.shape[-1] + sum(part.numel() for part in rest)
+            settings["options"] = {"norm": partial(root_mean_square, size=size)}
+            settings["options"] |= self.settings["options"] or {}
+        params = [*self.field.parameters(), *([] if context is None else [context])]
+        t = torch.tensor(times, dtype=torch.float64)
+        start = (keep(x, mask), *rest) if rest else keep(x, mask)
+        states = solve(f, start, t, params, self.gradient, stats=stats, **settings)
+        z, *rest = (state[-1] for state in (states if rest else (states,)))
+        z = z if mask is None else torch.where(mask[..., None], z, x)
+        return (z, *rest) if rest else z
 
     def augmented(self, mask, context, noise):
         """(t, (x, log det)) ↦ (f, Tr ∂f/∂x),  Tr ≈ mean over probes of eᵀ (∂f/∂x) e."""

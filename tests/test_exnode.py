@@ -711,3 +711,15 @@ ids = [f"{i}-{says}" for i, (_, says) in enumerate(BAD)]
 def test_bad_input_is_a_value_error_that_names_it(call, says):
     with pytest.raises(ValueError, match=says):
         call()
+
+
+def test_padding_changes_not_even_the_steps_of_an_adaptive_solver():
+    flow = SetFlow(2, 2, (8, 8), trace="exact", rtol=1e-3, atol=1e-3).double()
+    x, padding = torch.randn(3, 5, 2, dtype=F64), 1e3 * torch.randn(3, 4, 2, dtype=F64)
+    padded, mask = torch.cat([x, padding], 1), torch.arange(9).expand(3, 9) < 5
+    counts = Stats(), Stats()
+    close(flow.log_prob(padded, mask, stats=counts[0]), flow.log_prob(x, stats=counts[1]), 1e-10)
+    assert counts[0] == counts[1]
+    z = flow.encode(padded, mask)
+    close(z[:, :5], flow.encode(x), 1e-10)
+    close(z[:, 5:], padding, 0)
