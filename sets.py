@@ -275,7 +275,6 @@ class Field(nn.Module):
 
     def value_and_jvp(self, t, x, e, mask=None, context=None):
         """f and J e for tangents e `(p, ..., n, d)`; by forward-mode differentiation."""
-
         self.check(t, x, mask, context)
 
         def push(e):
@@ -355,7 +354,7 @@ class AttentionField(Field):
         return keep(self.out(y), mask), keep(df.movedim(-2, 0), mask)
 
     def value_and_trace(self, t, x, mask=None, context=None):
-        """As above for the d unit vectors of point i, where δk and δv are 0 but at j = i."""
+        """f and tr ∂f/∂x from the d unit vectors of each point i: δk and δv are 0 but at j = i."""
         x, extra = self.enter(t, x, mask, context)
         pairs = [net.with_tangents(x, extra) for net in (self.q, self.k, self.v)]
         (q, k, v), (dq, dk, dv) = zip(*pairs)
@@ -409,9 +408,9 @@ class AttentionTrace:
     """
 
     @staticmethod
-    def pairs(a, y, q, k, v, dq, dk, dv, weight):
-        """For each tangent: c, its δq, δk, δv, c·vⱼ and the centred δsᵢⱼ."""
-        slope, scale = 1 - y * y, 1 / math.sqrt(q.shape[-1])
+    def pairs(a, slope, q, k, v, dq, dk, dv, weight):
+        """For each tangent: W, c, its δq, δk, δv, c·vⱼ and the centred δsᵢⱼ."""
+        scale = 1 / math.sqrt(q.shape[-1])
         for w, qi, ki, vi in zip(*(x.unbind(-2) for x in (weight, dq, dk, dv))):
             c, ds = w * slope, scale * qi @ k.mT
             ds.diagonal(dim1=-2, dim2=-1).add_((q * ki).sum(-1), alpha=scale)
@@ -420,9 +419,10 @@ class AttentionTrace:
     @staticmethod
     def value(mask, q, k, v, dq, dk, dv, weight):
         a = attention_weights(q, k, mask)
-        y, own = tanh(q + a @ v), a.diagonal(dim1=-2, dim2=-1)[..., None]
-        trace = 0
-        for _, c, dqa, _, dva, p, ds in AttentionTrace.pairs(a, y, q, k, v, dq, dk, dv, weight):
+        y, slope = Tanh.forward(q + a @ v)
+        own, trace = a.diagonal(dim1=-2, dim2=-1)[..., None], 0
+        terms = AttentionTrace.pairs(a, slope, q, k, v, dq, dk, dv, weight)
+        for _, c, dqa, _, dva, p, ds in terms:
             local = torch.addcmul(dqa, own, dva).mul_(c).sum(-1, keepdim=True)
             trace = trace + local + p.mul_(ds).mul_(a).sum(-1, keepdim=True)
         return y, trace
@@ -430,11 +430,11 @@ class AttentionTrace:
     @staticmethod
     def gradient(mask, q, k, v, dq, dk, dv, weight, g, gt):
         a, scale = attention_weights(q, k, mask), 1 / math.sqrt(q.shape[-1])
-        y, own = tanh(q + a @ v), gt * a.diagonal(dim1=-2, dim2=-1)[..., None]
+        y, slope = Tanh.forward(q + a @ v)
+        at, own = gt * a, gt * a.diagonal(dim1=-2, dim2=-1)[..., None]
         ga, gq, gk, gv, gslope = map(torch.zeros_like, (a, q, k, v, q))
-        slope, at = 1 - y * y, gt * a
-        grads = []
-        for w, c, dqa, dka, dva, p, ds in AttentionTrace.pairs(a, y, q, k, v, dq, dk, dv, weight):
+        terms, grads = AttentionTrace.pairs(a, slope, q, k, v, dq, dk, dv, weight), []
+        for w, c, dqa, dka, dva, p, ds in terms:
             centred(a, p)
             ga.addcmul_(p, ds)
             ga.diagonal(dim1=-2, dim2=-1).add_((c * dva).sum(-1))

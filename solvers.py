@@ -121,10 +121,10 @@ def step(f, tableau, t, x, h, k1, t1=None):
 
 def interpolate(tableau, x, h, k, theta):
     """x(t + θh), of order 4: the cubic Hermite polynomial plus h θ²(1 − θ)² Σᵢ dᵢkᵢ."""
-    bump, last = theta**2 * (1 - theta) ** 2, len(k) - 1
+    bump = theta**2 * (1 - theta) ** 2
     weights = [theta**2 * (3 - 2 * theta) * b + bump * d for b, d in zip(tableau.b, tableau.d)]
     weights[0] = weights[0] + theta * (1 - theta) ** 2
-    weights.append(bump * tableau.d[last] - theta**2 * (1 - theta))
+    weights.append(bump * tableau.d[-1] - theta**2 * (1 - theta))
     return combine(x, h, weights, k)
 
 
