@@ -50,7 +50,9 @@ from torch.nn.parallel import DistributedDataParallel
 FORMAT = "exnode checkpoint 1"
 SAVE_SECONDS = 300  # between checkpoints within an epoch
 SHOW_SECONDS = (0.5, 30)  # between progress lines: on a terminal, elsewhere
-PLACE_OPTIONS = ("out", "root", "resume", "cuda", "load", "evaluate", "runs")  # may differ
+PLACE_OPTIONS = (  # may differ between runs that compute the same
+    "out", "root", "resume", "cuda", "load", "evaluate", "runs", "sample", "reconstruct"
+)  # fmt: skip
 
 
 class UsageError(ValueError):
