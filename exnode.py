@@ -52,6 +52,7 @@ from solvers import odeint, odeint_adjoint, odeint_checkpoint
 
 GRADIENTS = ("backprop", "adjoint", "checkpoint")
 TRACES = ("hutchinson", "exact")
+EPSILON = 0.01  # of the path from data to noise, in `schedule`
 
 
 def solve(f, y0, t, params, gradient, **settings):
@@ -219,11 +220,29 @@ class SetFlow(nn.Module):
         self.dim, self.probes = dim, probes
         self.trace = one_of("trace", trace, TRACES)
         self.noise = one_of("noise", noise, ("rademacher", "gaussian"))
+        self.register_buffer("mean", torch.zeros(dim))
+        self.register_buffer("std", torch.ones(dim))
         fields = (make_field(field, dim, hidden, heads, time, context) for _ in range(blocks))
         self.blocks = nn.ModuleList(ExNODE(f, t1, gradient=gradient, **solver) for f in fields)
 
+    def standardise(self, x, mask=None):
+        """Let the chain see data in units of the mean and deviation of these sets, per axis."""
+        points = x.flatten(0, -2) if mask is None else x[mask]
+        self.mean.copy_(points.mean(0))
+        self.std.copy_(points.std(0))
+
+    def enter(self, x, mask=None):
+        """(x − mean) / std; padded points stay as they are."""
+        y = (x - self.mean) / self.std
+        return y if mask is None else torch.where(mask[..., None], y, x)
+
+    def leave(self, x, mask=None):
+        y = x * self.std + self.mean
+        return y if mask is None else torch.where(mask[..., None], y, x)
+
     def encode(self, x, mask=None, context=None, stats=None):
         """z = q(x): data to noise."""
+        x = self.enter(x, mask)
         for block in self.blocks:
             x = block(x, mask, context, stats)
         return x
@@ -232,7 +251,7 @@ class SetFlow(nn.Module):
         """x = q⁻¹(z): noise to data; no trace is computed."""
         for block in reversed(self.blocks):
             z = block.inverse(z, mask, context, stats)
-        return z
+        return self.leave(z, mask)
 
     def log_prob(self, x, mask=None, context=None, noise=None, generator=None, stats=None):
         """log p(x₁, …, xₙ) per set; noise `(probes, *x.shape)` is drawn unless it is given."""
@@ -243,7 +262,8 @@ class SetFlow(nn.Module):
         if noise is not None and noise.shape[1:] != x.shape:
             wanted = ("probes", *x.shape)
             raise ValueError(f"noise must have the shape {wanted}, not {tuple(noise.shape)}")
-        log_det = 0
+        log_det = -count(x, mask) * self.std.log().sum()
+        x = self.enter(x, mask)
         for block in self.blocks:
             x, change = block.forward_and_log_det(x, mask, context, noise, stats)
             log_det = log_det + change
@@ -259,15 +279,16 @@ class SetFlow(nn.Module):
         return self.decode(z, context=context)
 
     def matching_loss(self, x, mask=None, context=None, coupling="swaps", generator=None):
-        """E |K t₁ f(x_s) − (z − x)|² per coordinate, x_s = (1 − s) x + s z, s uniform in [0, 1].
+        """∫ (1 − s) |Δ f(x_s) − (z − x)|² du per coordinate, x_s = (1 − s) x + s z, u uniform.
 
-        The chain of K blocks is one field, piecewise in s: block i owns [i/K, (i + 1)/K]. So each
-        block gets its share of the sets, each set one s in the block's interval.
+        The chain of K blocks is one field, piecewise in u: block i owns [i/K, (i + 1)/K], and runs
+        from s(i/K) to s((i + 1)/K), at Δ = t₁ / (their difference) times the speed of the field.
+        Each block gets its share of the sets, each set one u in the block's interval.
         """
         self.blocks[0].field.check(None, x, mask, context)
         check_values(x, mask)
         one_of("coupling", coupling, ("swaps", "none"))
-        x = keep(x, mask).reshape(-1, *x.shape[-2:])
+        x = keep(self.enter(x, mask), mask).reshape(-1, *x.shape[-2:])
         mask = None if mask is None else mask.reshape(x.shape[:-1])
         z = torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
         z = assign(x, z, mask) if coupling == "swaps" else z
@@ -276,14 +297,26 @@ class SetFlow(nn.Module):
         order = order.repeat(-(-blocks // len(x)))  # no block goes without a set
         for i, (block, rows) in enumerate(zip(self.blocks, order.tensor_split(blocks))):
             u = torch.rand(len(rows), dtype=x.dtype, device=x.device, generator=generator)
-            u = (torch.arange(len(rows), device=x.device) + u) / len(rows)  # in the block's time
+            u = (torch.arange(len(rows), device=x.device) + u) / len(rows)  # in the block's share
+            first, last = schedule(i / blocks), schedule((i + 1) / blocks)
+            s = schedule((i + u) / blocks)
             here = None if mask is None else mask[rows]
             given = None if context is None else context.reshape(len(x), -1)[rows]
-            x_s = torch.lerp(x[rows], z[rows], ((i + u) / blocks)[:, None, None])
-            v = blocks * block.t1 * block.field(u * block.t1, x_s, here, given)
-            error = keep(v - z[rows] + x[rows], here).square().sum()
-            loss = loss + error / (count(x_s, here).sum() * self.dim * blocks)
+            x_s = torch.lerp(x[rows], z[rows], s[:, None, None])
+            t = (s - first) / (last - first) * block.t1
+            v = block.t1 / (last - first) * block.field(t, x_s, here, given)
+            error = keep(v - z[rows] + x[rows], here).square().sum((-2, -1))
+            loss = loss + ((1 - s) * error).sum() / (count(x_s, here).sum() * self.dim * blocks)
         return loss
+
+
+def schedule(u):
+    """s(u) = ((1 + 1/ε)ᵘ − 1) ε: from 0 to 1, most of it near 0, where the data are.
+
+    The likelihood weighs an error of the field by (1 − s)/s ds (Kingma et al., 2021), which is
+    about (1 − s) du.
+    """
+    return EPSILON * ((1 + 1 / EPSILON) ** u - 1)
 
 
 @torch.no_grad()

@@ -605,8 +605,10 @@ class TransformerField(Field):
 
     def forward(self, t, x, mask=None, context=None):
         x, extra = self.enter(t, x, mask, context)
-        waves = extra[..., :1] * self.frequencies.to(x.dtype)
-        extra = self.condition(torch.cat([extra, waves.sin(), waves.cos()], -1))
+        u = torch.log1p(100 * extra[..., :1]) / math.log(101)  # finest near t = 0, at the data
+        waves = u * self.frequencies.to(x.dtype)
+        extra = torch.cat([u, extra[..., 1:], waves.sin(), waves.cos()], -1)
+        extra = self.condition(extra)
         h = self.enter_width(x)
         for layer in self.layers:
             h = layer(h, extra, mask)

@@ -50,7 +50,9 @@ def parse(argv=None):
     add("--model", choices=MODELS, default="exnode-deepsets", help="a row of Table 1")
     add("--points", type=number(int, 1), default=100, help="in each set; the paper has 100 or 1000")
     add("--category", help='classes, such as "chair,sofa", or synthetic "digits"; None: all')
-    add("--lr", type=number(float, 0), default=1e-3, help="largest learning rate of Adam")
+    choices = training.OPTIMIZERS
+    add("--optimizer", choices=choices, default="adam", help="muon takes fewer, dearer steps")
+    add("--lr", type=number(float, 0), default=1e-3, help="largest learning rate")
     add("--schedule", choices=SCHEDULES, default="halve", help="of the learning rate")
     add(
         "--ema", type=number(float, 0), default=0.0, help="decay of averaged weights, or 0 for none"
@@ -111,7 +113,7 @@ def train(args):
     splits = load_sets(args)
     training.seed(args.seed)
     model = MODELS[args.model](splits.train.dim, len(splits.train.classes)).to(world.device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    optimizer = training.OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
     steps, schedule = data.steps(splits.train, args.batch_size), SCHEDULES[args.schedule]
     run = training.Run(args, world, model, optimizer, schedule, steps, ema=args.ema)
     share = {"rank": world.rank, "world": world.size, "device": world.device}

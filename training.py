@@ -47,7 +47,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from muon import Muon
+
 FORMAT = "exnode checkpoint 1"
+OPTIMIZERS = {"adam": torch.optim.Adam, "muon": Muon}
 SAVE_SECONDS = 300  # between checkpoints within an epoch
 SHOW_SECONDS = (0.5, 30)  # between progress lines: on a terminal, elsewhere
 PLACE_OPTIONS = (  # may differ between runs that compute the same
@@ -371,15 +374,17 @@ class Run:
     """A model in training: everything that a checkpoint holds, and the loop.
 
     schedule  progress in [0, 1] → factor of the optimiser's learning rate
-    steps     batches per epoch; an evaluation follows each epoch
+    steps     batches per epoch; an evaluation follows every `every` epochs
     ema       decay of an average of the weights, which is then what is evaluated and kept as best
     clip      largest gradient norm
     """
 
-    def __init__(self, args, world, model, optimizer, schedule, steps, ema=0.0, clip=math.inf):
+    def __init__(
+        self, args, world, model, optimizer, schedule, steps, ema=0.0, clip=math.inf, every=1,
+    ):  # fmt: skip
         self.args, self.world, self.model, self.optimizer = args, world, model, optimizer
-        self.schedule, self.steps, self.decay, self.clip = schedule, steps, ema, clip
-        self.out, self.budget = Path(args.out), 60 * (args.minutes or 0)
+        self.schedule, self.steps, self.every, self.decay = schedule, steps, every, ema
+        self.clip, self.out, self.budget = clip, Path(args.out), 60 * (args.minutes or 0)
         self.average = {k: v.clone() for k, v in model.state_dict().items()} if ema else None
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
@@ -415,7 +420,8 @@ class Run:
         with self.signals():
             while self.step < self.total or self.evaluated < self.step:
                 epoch, start = divmod(self.step, self.steps)
-                if self.evaluated < self.step and (start == 0 or self.step == self.total):
+                due = start == 0 and epoch % self.every == 0
+                if self.evaluated < self.step and (due or self.step == self.total):
                     self.evaluate(evaluate, best)
                     continue
                 for batch in batches(epoch, start):
@@ -481,7 +487,7 @@ class Run:
         if share < 1 / 20 or (measured < 10 and share < 1 / 2):
             return
         taken = self.clock - self.probe[1] if measured else self.clock
-        each = taken / (measured or self.step) + self.evaluating / self.steps
+        each = taken / (measured or self.step) + self.evaluating / (self.steps * self.every)
         more = int((self.budget - self.clock - self.evaluating) / each)
         self.plan = (self.step, self.progress(), self.step + max(more, 0))
 

@@ -1,5 +1,6 @@
 """Models against Jacobians, closed forms, importance samples and the paper's table."""
 
+import copy
 import itertools
 import math
 from functools import partial
@@ -36,8 +37,9 @@ from exnode import (
     assign,
     draw_noise,
     round_robin,
+    schedule,
 )
-from sets import DeepSets, Field, SetTransformer
+from sets import DeepSets, Field, SetTransformer, keep
 from solvers import Stats
 
 RK4 = {"method": "rk4", "options": {"step_size": 0.1}}
@@ -331,25 +333,56 @@ def test_sampling_computes_no_trace_and_costs_are_counted():
 def perfect(i, blocks, t1, dim):
     """Data at one place c: x_s = (1 − s) c + s z, so dx/ds = z − c = (x_s − c)/s."""
 
+    first, last = schedule(i / blocks), schedule((i + 1) / blocks)
+
     def f(t, x, context):
-        s = (i + t / t1) / blocks
-        return (x - context[..., None, :]) / (s[..., None, None] * blocks * t1)
+        s = first + t / t1 * (last - first)
+        return (x - context[..., None, :]) / s[..., None, None] * (last - first) / t1
 
     return By(dim, f, context=dim)
 
 
 @pytest.mark.parametrize("coupling", ["swaps", "none"])
 @pytest.mark.parametrize(("blocks", "sets"), [(1, 4), (3, 2), (3, 7)])
-def test_matching_loss_is_zero_for_the_perfect_field_and_else_the_mean_over_points(
-    coupling, blocks, sets
-):
+def test_matching_loss_is_zero_for_the_perfect_field(coupling, blocks, sets):
     t1, c, mask = 0.3, torch.randn(sets, 2, dtype=F64), draw_mask((sets, 4))
     x = filled(c[:, None].expand(sets, 4, 2), mask, 9.0)
     flow = by_hand(*(perfect(i, blocks, t1, 2) for i in range(blocks)), dim=2, t1=t1)
     assert flow.matching_loss(x, mask, c, coupling).abs() < 1e-18
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_matching_loss_is_a_mean_over_points_that_exist_weighted_as_the_likelihood_is(blocks):
+    mask = draw_mask((600, 4))
     still = by_hand(*(By(2, lambda t, x, z: 0 * x) for _ in range(blocks)), dim=2)
-    loss = still.matching_loss(1e4 + filled(0 * x, mask, 1e6), mask, coupling=coupling)
-    assert loss.item() == pytest.approx(1e8, rel=2e-3)  # E |z − x|² per coordinate that exists
+    loss = still.matching_loss(1e4 + filled(torch.zeros(600, 4, 2, dtype=F64), mask, 1e6), mask)
+    u = torch.linspace(0, 1, 10_001, dtype=F64)
+    weight = (1 - schedule(u)).mean().item()  # ∫ (1 − s) du
+    assert loss.item() == pytest.approx(weight * 1e8, rel=1e-2)  # |z − x|² ≈ 1e8
+
+
+def test_the_path_from_data_to_noise_spends_equal_time_at_equal_ratios_of_noise():
+    s = schedule(torch.linspace(0, 1, 1001, dtype=F64))
+    close(s[[0, -1]], torch.tensor([0.0, 1.0], dtype=F64), 1e-12)
+    ratio = (s[1:] + 0.01) / (s[:-1] + 0.01)
+    close(ratio, ratio[:1].expand_as(ratio), 1e-9)
+
+
+def test_a_flow_in_units_of_its_data_is_the_same_flow_of_scaled_data():
+    mask = draw_mask((6, 4))
+    x = filled(torch.randn(6, 4, 2, dtype=F64) * torch.tensor([0.1, 3.0]) + 5, mask, 9.0)
+    flow = make_flow(trace="exact")
+    plain = copy.deepcopy(flow)
+    flow.standardise(x, mask)
+    y = flow.enter(x, mask)
+    close(y[mask].mean(0), torch.zeros(2, dtype=F64), 1e-9)
+    close(y[mask].std(0), torch.ones(2, dtype=F64), 1e-9)
+    change = mask.sum(-1) * flow.std.log().sum()
+    close(flow.log_prob(x, mask), plain.log_prob(y, mask) - change, 1e-9)
+    close(flow.encode(x, mask), plain.encode(y, mask), 1e-9)
+    close(flow.decode(flow.encode(x, mask), mask), x, 1e-4)
+    loss = flow.matching_loss(x, mask, generator=seeded())
+    close(loss, plain.matching_loss(keep(y, mask), mask, generator=seeded()), 1e-9)
 
 
 @pytest.mark.parametrize("coupling", ["swaps", "none"])

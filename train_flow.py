@@ -1,0 +1,399 @@
+"""Densities and samples of sets, Sec. 4.3 and Table 2 of the paper.
+
+    python train_flow.py                                            built-in sets, no download
+    python train_flow.py --data modelnet --category chair --cuda    the paper's experiment
+    python train_flow.py --data mnist --objective matching          without a solver in the loop
+    python train_flow.py --finetune runs/flow --out runs/fine       then by likelihood
+    python train_flow.py --load runs/flow --sample 9 --points 4096  more points than in training
+    python train_flow.py --load runs/flow --evaluate
+
+    Table 2, PPLL in the paper's units            ppll, Split.log_unit
+    Fig. 2, 3, samples beside real sets           draw_samples: samples.png
+    App. C.2, recipe: 12 blocks, dopri5 at 1e-5,
+    Adam 1e-3, halved every 100 of 1000 epochs,
+    batches of 128                                the defaults; SCHEDULES["halve"]
+
+PPLL is log p(x₁, …, xₙ) / n of an ordered set, in nats; for SpatialMNIST in units of pixels, for
+ModelNet of the scaled shape. Bits per dimension are −PPLL / (d ln 2) in the same units.
+
+Departures from the paper
+- `--objective matching` regresses the same field on straight paths from data to noise. It puts
+  data into units of their own mean and deviation first (`SetFlow.standardise`).
+- The test likelihood has the exact trace, or for the transformer, which has no shortcut to it,
+  Hutchinson's unbiased estimate with --probes probes (`--trace exact`: the trace itself, slowly).
+- Weights are selected on held-out training sets. The test sets are read once, at the end.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import data
+import metrics
+import pictures
+import training
+from exnode import GRADIENTS, TRACES, SetFlow
+from solvers import SolverError, Stats
+
+FIELDS = ("attention", "deepsets", "transformer")
+SCHEDULES = {
+    "halve": training.halve(10),
+    "cosine": training.cosine,
+    "one-cycle": training.one_cycle,
+}
+EVALUATE_STEPS = 400  # training steps between evaluations, in whole epochs
+VALID_SETS, SCORE_SETS = 128, 1000  # sets in an evaluation; samples that are scored at the end
+MODEL_OPTIONS = ("blocks", "hidden", "heads", "field", "time")
+
+
+def widths(text):
+    """An argparse type: "128,128,128"."""
+    return [training.number(int, 1)(part) for part in text.split(",")]
+
+
+def parse(argv=None):
+    parser = training.options("Model the density of sets.", "flow", epochs=1000, batch_size=128)
+    add, number = parser.add_argument, training.number
+    help = "of the sets: 50 on mnist and 512 on modelnet if None, as in the paper"
+    add("--points", type=number(int, 1), help=help)
+    add("--category", help='of modelnet, such as "chair", or synthetic "digits"; None: all')
+    choices = ("likelihood", "matching")
+    add(
+        "--objective", choices=choices, default="likelihood", help="what training maximises or fits"
+    )
+    help = (
+        "start from the best weights of a finished RUN, whose model options are then the defaults"
+    )
+    add("--finetune", metavar="RUN", help=help)
+    add("--field", choices=FIELDS, default="attention", help="of each block")
+    add("--blocks", type=number(int, 1), default=12, help="in the chain")
+    add("--hidden", type=widths, default=[128] * 3, help="widths of a field's layers")
+    add("--heads", type=number(int, 1), default=4, help="of attention")
+    add("--time", action="store_true", help="fields read t; transformers always do")
+    help = "None: hutchinson in training; at the end exact, or hutchinson for the transformer"
+    add("--trace", choices=TRACES, help=help)
+    add("--probes", type=number(int, 1), default=1, help="of Hutchinson's estimator")
+    add("--gradient", choices=GRADIENTS, default="adjoint", help="of the likelihood")
+    add("--method", choices=("dopri5", "rk4"), default="dopri5", help="of solving")
+    add("--tolerance", type=number(float, 1e-12), default=1e-5, help="of dopri5")
+    add("--steps", type=number(int, 1), default=1, help="of rk4 in each block")
+    choices = ("swaps", "none")
+    add("--coupling", choices=choices, default="none", help="of noise to points, for matching")
+    choices = training.OPTIMIZERS
+    add("--optimizer", choices=choices, default="adam", help="muon takes fewer, dearer steps")
+    add("--lr", type=number(float, 0), default=1e-3, help="largest learning rate")
+    add("--schedule", choices=SCHEDULES, default="halve", help="of the learning rate")
+    add("--ema", type=number(float, 0), default=0.0, help="decay of averaged weights, 0 for none")
+    add("--clip", type=number(float, 0), default=math.inf, help="largest norm of a gradient")
+    help = "sets of the test split that are read at the end; None: all"
+    add("--test-sets", type=number(int, 2), help=help)
+    add("--load", metavar="RUN", help="a run directory, for --sample or --evaluate")
+    add("--sample", type=number(int, 1), metavar="K", help="draw K sets from --load RUN")
+    add("--evaluate", action="store_true", help="only test the best weights of --load RUN")
+    args = parser.parse_args(argv)
+    return check(parser, args, argv)
+
+
+def check(parser, args, argv):
+    """Options that go together, and those that come from another run."""
+    wants = bool(args.sample) + args.evaluate
+    if bool(args.load) != (wants == 1):
+        parser.error("--load RUN goes with either --sample K or --evaluate")
+    if args.finetune and (args.load or args.objective == "matching"):
+        parser.error("--finetune RUN trains by likelihood: leave out --load and --objective")
+    if args.load:  # what is not on the command line is as it was in that run
+        parser.set_defaults(**training.read_json(Path(args.load) / "config.json"))
+    elif args.finetune:
+        before = training.read_json(Path(args.finetune) / "config.json")
+        kept = (*MODEL_OPTIONS, "data", "category", "points", "seed")
+        parser.set_defaults(**{k: v for k, v in before.items() if k in kept})
+    args = parser.parse_args(argv)
+    if args.ema >= 1:
+        parser.error(f"argument --ema: {args.ema:g} is not below 1")
+    if args.hidden[-1] % args.heads:
+        parser.error(f"argument --heads: {args.heads} does not divide {args.hidden[-1]}")
+    if args.field == "transformer" and len(set(args.hidden)) > 1:
+        parser.error("argument --hidden: a transformer wants one width, once for every layer")
+    return args
+
+
+def load_sets(args):
+    return data.load(
+        args.data, args.root, category=args.category, points=args.points, seed=args.seed
+    )
+
+
+def make_model(args, dim, trace=None, tolerance=None):
+    """The chain of blocks; for an evaluation, with another trace or tolerance."""
+    tolerance = tolerance or args.tolerance
+    solver = {"method": args.method, "rtol": tolerance, "atol": tolerance}
+    if args.method == "rk4":
+        solver["options"] = {"step_size": 0.5 / args.steps}
+    return SetFlow(
+        dim, args.blocks, args.hidden, args.heads, args.field, args.time, t1=0.5,
+        gradient=args.gradient, trace=trace or args.trace or "hutchinson", probes=args.probes,
+        **solver,
+    )  # fmt: skip
+
+
+def judge(args, model, tolerance=None):
+    """The same weights with the trace of an evaluation."""
+    trace = args.trace or ("hutchinson" if args.field == "transformer" else "exact")
+    twin = make_model(args, model.dim, trace, tolerance).to(model.mean.device)
+    twin.load_state_dict(model.state_dict())
+    return twin.eval()
+
+
+def read_run(args):
+    """The model with the best weights of --load RUN."""
+    path = Path(args.load) / "best.pt"
+    state = training.read_checkpoint(path)
+    if "mean" not in state["model"]:
+        raise training.UsageError(f"{path}: of another model, not of a set flow")
+    model = make_model(args, len(state["model"]["mean"]))
+    training.load_weights(model, state, path)
+    return model.eval()
+
+
+# -------------------------------------------------------------------------------- evaluation
+def watch(items, total, what):
+    """The items, with a line about the time left every half minute."""
+    began = shown = time.monotonic()
+    for done, item in enumerate(items):
+        yield item
+        now = time.monotonic()
+        if now - shown > 30:
+            shown, left = now, (now - began) / (done + 1) * (total - done - 1)
+            training.say(f"{what}: {done + 1} of {total}, {left:.0f} s left")
+
+
+@torch.no_grad()
+def measure_likelihood(model, split, batch_size, world, seed=0):
+    """PPLL over all sets of a split, its standard error, and what solving took."""
+    sums, stats = torch.zeros(2, dtype=torch.float64, device=world.device), Stats()
+    generator = torch.Generator(world.device).manual_seed(seed + world.rank)
+    share = {"rank": world.rank, "world": world.size, "device": world.device, "workers": 1}
+    batches = data.batches(split, batch_size, training=False, **share)
+    total = data.steps(split, batch_size, training=False)
+    for x, mask, *_ in watch(batches, total, "likelihood"):
+        log_p = model.log_prob(x, mask, generator=generator, stats=stats).double()
+        value = log_p / (x.shape[-2] if mask is None else mask.sum(-1)) + split.log_unit
+        sums += torch.stack([value.sum(), value.square().sum()])
+    mean, square = (world.sum(sums) / len(split)).tolist()
+    return {
+        "ppll": mean,
+        "standard_error": math.sqrt(max(square - mean**2, 0) / max(len(split) - 1, 1)),
+        "bits_per_dim": -mean / (split.dim * math.log(2)),
+        "evaluations": stats.nfe / total,
+        "sets": len(split),
+    }
+
+
+@torch.no_grad()
+def draw_sets(model, sets, points, seed=0, most=2**16):
+    """`(sets, points, d)` samples, solved for about `most` points at a time."""
+    generator = torch.Generator().manual_seed(seed)  # on the CPU: the same noise on any device
+    z = torch.randn(sets, points, model.dim, generator=generator).to(model.mean)
+    some = max(1, most // points)
+    parts = z.split(some)
+    parts = [model.decode(part) for part in watch(parts, len(parts), "sampling")]
+    return torch.cat(parts)
+
+
+def measure_samples(model, split, seed, sets=SCORE_SETS):
+    """Scores of generated sets against as many test sets, and the seconds each took."""
+    sets, points = min(sets, len(split)), data.span(split.points)[1]
+    real = torch.from_numpy(split.draw(np.arange(sets))[0])
+    begun = time.monotonic()
+    samples = draw_sets(model, sets, points, seed).cpu()
+    seconds = (time.monotonic() - begun) / sets
+    return {**metrics.sample_scores(samples, real), "sets": sets, "seconds_per_sample": seconds}
+
+
+# ---------------------------------------------------------------------------------- training
+def train(args):
+    """One run: train, select, test, draw; the contents of its results.json."""
+    world = training.connect(args)
+    if results := training.prepare(args, world):
+        training.say(f"{args.out} is complete: PPLL {results['test']['ppll']:.4f}")
+        return results
+    splits = load_sets(args)
+    training.seed(args.seed)
+    model = make_model(args, splits.train.dim).to(world.device)
+    start(args, model, splits.train)
+    optimizer = training.OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
+    steps, schedule = data.steps(splits.train, args.batch_size), SCHEDULES[args.schedule]
+    every = -(-EVALUATE_STEPS // steps)
+    settings = {"ema": args.ema, "clip": args.clip, "every": every}
+    run = training.Run(args, world, model, optimizer, schedule, steps, **settings)
+    share = {"rank": world.rank, "world": world.size, "device": world.device}
+    valid = some(splits.valid, VALID_SETS)
+
+    def batches(epoch, start):
+        draw = {"seed": args.seed, "epoch": epoch, "start": start, "workers": 1}
+        return data.batches(splits.train, args.batch_size, **draw, **share)
+
+    def loss(model, batch):
+        if args.objective == "matching":
+            return model.matching_loss(batch.x, batch.mask, coupling=args.coupling)
+        return -model.log_prob(batch.x, batch.mask).mean() / batch.x.shape[-2]
+
+    def evaluate(model):
+        twin = judge(args, model, tolerance=max(args.tolerance, 1e-3))
+        return {"valid_ppll": measure_likelihood(twin, valid, args.batch_size, world)["ppll"]}
+
+    try:
+        run.fit(loss, batches, evaluate, best="valid_ppll")
+    except SolverError as e:
+        raise training.TrainingError(f"{e}; the last checkpoint is in {args.out}") from None
+    return finish(args, run, model, splits.test)
+
+
+def start(args, model, train):
+    """Weights of --finetune, or data in units of their own for matching."""
+    if args.finetune:
+        path = Path(args.finetune) / "best.pt"
+        training.load_weights(model, training.read_checkpoint(path), path)
+    elif args.objective == "matching":
+        x, mask, _ = train.draw(np.arange(min(len(train), 2000)))
+        model.standardise(*(None if a is None else torch.from_numpy(a) for a in (x, mask)))
+
+
+def some(split, sets):
+    """The first sets of a split."""
+    return split if sets is None else dataclasses.replace(split, index=split.index[:sets])
+
+
+def measure(args, model, test, world):
+    twin, test = judge(args, model), some(test, args.test_sets)
+    results = measure_likelihood(twin, test, args.batch_size, world)
+    results |= {"trace": twin.trace, "tolerance": args.tolerance, "log_unit": test.log_unit}
+    if (noise := test.noise()) is not None:
+        results["noise"] = noise
+    return results | {"samples": measure_samples(model, test, args.seed)}
+
+
+def finish(args, run, model, test):
+    results = measure(args, model, test, run.world)
+    parameters = sum(p.numel() for p in model.parameters())
+    results = run.finish(results, parameters=parameters)
+    if run.world.rank == 0:
+        out, points = Path(args.out), data.span(test.points)[1]
+        draw_curves(out)
+        real = test.draw(np.arange(9))[0]
+        draw_samples(out / "samples.png", draw_sets(model, 18, points, args.seed), real)
+        draw_path(out, model, points, args.seed)
+    return results
+
+
+# ---------------------------------------------------------------------------------- pictures
+def draw_curves(out):
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    at, value = zip(*[(line["step"], line["valid_ppll"]) for line in lines])
+    curve = pictures.curves({"validation": (at, value)}, "step", "PPLL, nats per point")
+    pictures.write_png(out / "curves.png", curve)
+
+
+def draw_samples(path, samples, real=None):
+    """Rows of nine samples, beneath as many real sets."""
+    rows = [list(part) for part in np.array_split(np.asarray(samples.cpu()), -(-len(samples) // 9))]
+    labels, colours = ["samples"] + [""] * (len(rows) - 1), ["blue"] * len(rows)
+    if real is not None:
+        rows, labels, colours = [list(real), *rows], ["real", *labels], ["grey", *colours]
+    grid = pictures.point_grid(rows, row_labels=labels, colours=colours)
+    pictures.write_png(path, grid)
+
+
+@torch.no_grad()
+def paths(model, z, frames):
+    """Where points are on the way from noise to data: `(frames, ...)`, in the units of data."""
+    at, blocks = [z], len(model.blocks)
+    s = torch.linspace(1, 0, frames).tolist()
+    for start, end in zip(s, s[1:]):  # in time of the whole chain, block i owning [i, i + 1] / K
+        for i in reversed(range(blocks)):
+            high, low = min(start * blocks - i, 1.0), max(end * blocks - i, 0.0)
+            if high > low:
+                block = model.blocks[i]
+                z = block.integrate(z, None, None, (high * block.t1, low * block.t1), None)
+        at.append(z)
+    return torch.stack([model.leave(z) for z in at])
+
+
+def draw_path(out, model, points, seed, sets=5):
+    """path.png, sets on their way from noise to data, and path-moving.png, the same in motion."""
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(sets, points, model.dim, generator=generator).to(model.mean)
+    at = paths(model, z, 25).cpu().numpy()  # (frames, sets, n, d)
+    rows = [list(at[::3, i]) for i in range(sets)]
+    names = [f"{k / 8:.2f}" for k in range(9)]
+    grid = pictures.point_grid(rows, names, title="from noise to data, over time")
+    pictures.write_png(out / "path.png", grid)
+    limits = (float(at[0].min()), float(at[0].max()))
+    frames = [pictures.point_grid([list(row)], limits=limits, cell=160) for row in at]
+    hold = [frames[0]] * 4 + frames + [frames[-1]] * 12
+    pictures.write_apng(out / "path-moving.png", hold, 0.08)
+
+
+# -------------------------------------------------------------------------- from a finished run
+def check_memory(args, world):
+    """An error before the machine runs out of memory for one set of --points points."""
+    numbers = 12 * max(args.hidden) + 8 * 3  # per point: what a field's evaluation holds at once
+    need = 4 * args.points * numbers
+    if args.evaluate and args.field == "attention":
+        need += 4 * 8 * args.points**2  # exact trace: matrices of one head
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if args.cuda:
+        have = torch.cuda.mem_get_info(world.device)[1]
+    if need > have:
+        need, have = need / 2**30, have / 2**30
+        raise training.UsageError(
+            f"--points {args.points}: one set would take about {need:.0f} GiB, of {have:.0f} GiB"
+        )
+
+
+def sample(args):
+    """--sample K: K sets of --points points as .npy and PNG in the run directory."""
+    world, model = training.connect(args), read_run(args)
+    model.to(world.device)
+    check_memory(args, world)
+    name = Path(args.load) / f"samples-{args.sample}x{args.points}-seed{args.seed}"
+    begun = time.monotonic()
+    sets = draw_sets(model, args.sample, args.points, args.seed)
+    seconds = time.monotonic() - begun
+    with open(f"{name}.npy", "wb") as f:
+        np.save(f, sets.cpu().numpy())
+    draw_samples(f"{name}.png", sets[:27])
+    training.say(f"{name}.npy and .png: {seconds / args.sample:.3g} s per set")
+    return {"samples": sets.cpu(), "seconds_per_sample": seconds / args.sample}
+
+
+def evaluate_only(args):
+    world, model = training.connect(args), read_run(args)
+    check_memory(args, world)
+    return {"test": measure(args, model.to(world.device), load_sets(args).test, world)}
+
+
+def main(argv=None):
+    """The results, also printed: of a run, of --sample or of --evaluate."""
+    args = parse(argv)
+    if args.sample:
+        return sample(args)
+    results = evaluate_only(args) if args.evaluate else train(args)
+    test = results["test"]
+    unit = f"{test['ppll']:.4f} ± {test['standard_error']:.4f}"
+    training.say(f"test PPLL {unit} nats per point, {test['bits_per_dim']:.4f} bits per dimension")
+    scores = test["samples"]
+    text = ", ".join(f"{name} {scores[name]:.4g}" for name in ("1-NNA", "MMD", "COV"))
+    training.say(f"{scores['sets']} samples: {text}")
+    return results
+
+
+if __name__ == "__main__":
+    sys.exit(training.command(main, usage=(data.DataError,)))
