@@ -25,7 +25,6 @@ import math
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -554,35 +553,44 @@ class ConcatSquashField(Field):
         return keep(h, mask), keep(trace[..., None], mask).sum((-2, -1))
 
 
-class LayerNorm(nn.LayerNorm):
-    """By hand under forward mode: there torch 2.13's own, differentiated again, is wrong."""
-
-    def forward(self, x):
-        if forward_ad._current_level < 0:
-            return super().forward(x)
-        x = x - x.mean(-1, keepdim=True)
-        x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + self.eps)
-        return x * self.weight + self.bias
+def norm_with_tangents(norm, x, dx):
+    """y = (x − μ)/σ and δy = (δx − mean δx − y mean(y δx))/σ, then scaled; δx is `(..., p, w)`."""
+    x = x - x.mean(-1, keepdim=True)
+    scale = torch.rsqrt((x * x).mean(-1, keepdim=True) + norm.eps)
+    y = (x * scale)[..., None, :]
+    dx = dx - dx.mean(-1, keepdim=True) - y * (y * dx).mean(-1, keepdim=True)
+    return y[..., 0, :] * norm.weight + norm.bias, dx * (scale * norm.weight)[..., None, :]
 
 
 class TransformerLayer(nn.Module):
-    """x + attention(norm(x)), then x + network(norm(x)); a condition is added before each norm."""
+    """x + attention(norm(x)), then x + network(norm(x)); a condition is added before the first."""
 
     def __init__(self, width, heads, extra):
         super().__init__()
         self.heads = heads
         self.condition = nn.Linear(extra, width)
-        self.norms = nn.ModuleList(LayerNorm(width) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
         self.qkv, self.merge = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.network = nn.Sequential(
-            nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width)
-        )
+        self.widen, self.narrow = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x, extra, mask=None):
         x = x + self.condition(extra)
         q, k, v = (split_heads(h, self.heads) for h in self.qkv(self.norms[0](x)).chunk(3, -1))
         x = x + self.merge(merge_heads(attend(q, k, v, mask)))
-        return x + self.network(self.norms[1](x))
+        return x + self.narrow(F.silu(self.widen(self.norms[1](x))))
+
+    def with_tangents(self, x, dx, extra, mask=None):
+        x = x + self.condition(extra)
+        h, dh = norm_with_tangents(self.norms[0], x, dx)
+        q, k, v = self.qkv(h).chunk(3, -1)
+        dq, dk, dv = (dh @ self.qkv.weight.T).chunk(3, -1)
+        r, dr = by_head(AttentionJvp, self.heads, mask, (q, dq), q, k, v, dq, dk, dv)
+        x, dx = x + self.merge(r - q), dx + (dr - dq) @ self.merge.weight.T
+        h, dh = norm_with_tangents(self.norms[1], x, dx)
+        h, dh = self.widen(h), dh @ self.widen.weight.T
+        gate = torch.sigmoid(h)  # silu(h) = h σ(h)
+        dh = dh * (gate + h * gate * (1 - gate))[..., None, :]
+        return x + self.narrow(h * gate), dx + dh @ self.narrow.weight.T
 
 
 class TransformerField(Field):
@@ -596,23 +604,35 @@ class TransformerField(Field):
         check_heads(heads, width)
         if layers < 1:
             raise ValueError(f"layers must be at least 1, not {layers}")
-        frequencies = 2.0 ** torch.arange(6) * math.pi
+        frequencies = 2.0 ** torch.arange(4) * math.pi
         self.register_buffer("frequencies", frequencies, persistent=False)
-        self.condition = nn.Sequential(nn.Linear(13 + context, width), nn.SiLU())
-        self.enter_width = nn.Linear(dim, width)
+        self.condition = nn.Sequential(nn.Linear(9 + context, width), nn.SiLU())
+        self.first = nn.Linear(dim, width)
         self.layers = nn.ModuleList(TransformerLayer(width, heads, width) for _ in range(layers))
-        self.norm, self.out = LayerNorm(width), nn.Linear(width, dim)
+        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, dim)
+
+    def conditions(self, extra):
+        """What all layers know of (t, context). Time is finest near 0, where the data are."""
+        u = torch.log1p(100 * extra[..., :1]) / math.log(101)
+        waves = u * self.frequencies.to(u.dtype)
+        return self.condition(torch.cat([u, extra[..., 1:], waves.sin(), waves.cos()], -1))
 
     def forward(self, t, x, mask=None, context=None):
         x, extra = self.enter(t, x, mask, context)
-        u = torch.log1p(100 * extra[..., :1]) / math.log(101)  # finest near t = 0, at the data
-        waves = u * self.frequencies.to(x.dtype)
-        extra = torch.cat([u, extra[..., 1:], waves.sin(), waves.cos()], -1)
-        extra = self.condition(extra)
-        h = self.enter_width(x)
+        h, extra = self.first(x), self.conditions(extra)
         for layer in self.layers:
             h = layer(h, extra, mask)
         return keep(self.out(self.norm(h)), mask)
+
+    def value_and_jvp(self, t, x, e, mask=None, context=None):
+        x, extra = self.enter(t, x, mask, context)
+        e = keep(e, mask).movedim(0, -2)
+        h, dh, extra = self.first(x), e @ self.first.weight.T, self.conditions(extra)
+        for layer in self.layers:
+            h, dh = layer.with_tangents(h, dh, extra, mask)
+        h, dh = norm_with_tangents(self.norm, h, dh)
+        df = (dh @ self.out.weight.T).movedim(-2, 0)
+        return keep(self.out(h), mask), keep(df, mask)
 
 
 # ------------------------------------------------------------------------- baselines of Table 1
