@@ -52,7 +52,6 @@ from solvers import odeint, odeint_adjoint, odeint_checkpoint
 
 GRADIENTS = ("backprop", "adjoint", "checkpoint")
 TRACES = ("hutchinson", "exact")
-EPSILON = 0.01  # of the path from data to noise, in `schedule`
 
 
 def solve(f, y0, t, params, gradient, **settings):
@@ -278,7 +277,9 @@ class SetFlow(nn.Module):
         z = torch.randn(shape, dtype=weight.dtype, device=weight.device, generator=generator)
         return self.decode(z, context=context)
 
-    def matching_loss(self, x, mask=None, context=None, coupling="swaps", generator=None):
+    def matching_loss(
+        self, x, mask=None, context=None, coupling="swaps", generator=None, finest=0.1
+    ):
         """∫ (1 − s) |Δ f(x_s) − (z − x)|² du per coordinate, x_s = (1 − s) x + s z, u uniform.
 
         The chain of K blocks is one field, piecewise in u: block i owns [i/K, (i + 1)/K], and runs
@@ -288,6 +289,8 @@ class SetFlow(nn.Module):
         self.blocks[0].field.check(None, x, mask, context)
         check_values(x, mask)
         one_of("coupling", coupling, ("swaps", "none"))
+        if finest <= 0:
+            raise ValueError(f"finest must be positive, not {finest}")
         x = keep(self.enter(x, mask), mask).reshape(-1, *x.shape[-2:])
         mask = None if mask is None else mask.reshape(x.shape[:-1])
         z = torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
@@ -298,8 +301,8 @@ class SetFlow(nn.Module):
         for i, (block, rows) in enumerate(zip(self.blocks, order.tensor_split(blocks))):
             u = torch.rand(len(rows), dtype=x.dtype, device=x.device, generator=generator)
             u = (torch.arange(len(rows), device=x.device) + u) / len(rows)  # in the block's share
-            first, last = schedule(i / blocks), schedule((i + 1) / blocks)
-            s = schedule((i + u) / blocks)
+            first, last = schedule(i / blocks, finest), schedule((i + 1) / blocks, finest)
+            s = schedule((i + u) / blocks, finest)
             here = None if mask is None else mask[rows]
             given = None if context is None else context.reshape(len(x), -1)[rows]
             x_s = torch.lerp(x[rows], z[rows], s[:, None, None])
@@ -310,13 +313,13 @@ class SetFlow(nn.Module):
         return loss
 
 
-def schedule(u):
-    """s(u) = ((1 + 1/ε)ᵘ − 1) ε: from 0 to 1, most of it near 0, where the data are.
+def schedule(u, finest):
+    """s(u) = ε ((1 + 1/ε)ᵘ − 1), from 0 to 1: even in log s above ε = finest, even in s below.
 
-    The likelihood weighs an error of the field by (1 − s)/s ds (Kingma et al., 2021), which is
-    about (1 − s) du.
+    The likelihood weighs an error of the field by (1 − s)/s ds (Kingma et al., 2021), and that is
+    (1 − s) du where s > ε. Noise finer than the data's own is not worth that attention.
     """
-    return EPSILON * ((1 + 1 / EPSILON) ** u - 1)
+    return finest * ((1 + 1 / finest) ** u - 1)
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@
 
     python train_cls.py                                    built-in shapes, no download
     python train_cls.py --data modelnet --model exnode-attention --runs 5 --cuda
-    python train_cls.py --data modelnet --minutes 60 --schedule one-cycle --lr 2e-3
+    python train_cls.py --data modelnet --epochs 12 --batch-size 32 --optimizer muon --lr 2e-3 \\
+        --schedule one-cycle --ema 0.995 --smoothing 0.1        a tenth of the epochs
     python train_cls.py --load runs/cls --evaluate --points 1000
 
     Table 1, four rows of models           MODELS
@@ -14,6 +15,8 @@
 Departures from the paper
 - Weights are selected on held-out training sets. The test sets are read once, at the end, with one
   fixed draw of points per shape; accuracy is over all shapes, not a mean of batch means.
+- Muon, one cycle of the learning rate, averaged weights and smoothed labels are optional; with all
+  four, a tenth of the paper's epochs is enough. The defaults are the paper's recipe.
 - "Halved every 20 epochs" is "after each sixth of the run", so that any budget has all of it.
 """
 
@@ -57,6 +60,8 @@ def parse(argv=None):
     add(
         "--ema", type=number(float, 0), default=0.0, help="decay of averaged weights, or 0 for none"
     )
+    help = "share of the label that is spread over all classes"
+    add("--smoothing", type=number(float, 0), default=0.0, help=help)
     help = "train with seed, seed + 1, …, each in its own directory under --out"
     add("--runs", type=number(int, 1), default=1, help=help)
     add("--load", metavar="RUN", help="a run directory, for --evaluate; its options are defaults")
@@ -64,8 +69,9 @@ def parse(argv=None):
     args = parser.parse_args(argv)
     if bool(args.load) != args.evaluate:
         parser.error("--load RUN and --evaluate go together")
-    if args.ema >= 1:
-        parser.error(f"argument --ema: {args.ema:g} is not below 1")
+    for name in ("ema", "smoothing"):
+        if (value := getattr(args, name)) >= 1:
+            parser.error(f"argument --{name}: {value:g} is not below 1")
     if args.load:  # what is not on the command line is as it was in that run
         parser.set_defaults(**training.read_json(Path(args.load) / "config.json"))
         args = parser.parse_args(argv)
@@ -123,7 +129,8 @@ def train(args):
         return data.batches(splits.train, args.batch_size, **draw, **share)
 
     def loss(model, batch):
-        return F.cross_entropy(model(batch.x, batch.mask), batch.label)
+        logits = model(batch.x, batch.mask)
+        return F.cross_entropy(logits, batch.label, label_smoothing=args.smoothing)
 
     def evaluate(model):
         counts, loss = confusion_matrix(model, splits.valid, args.batch_size, world)

@@ -86,6 +86,8 @@ def parse(argv=None):
     add("--steps", type=number(int, 1), default=1, help="of rk4 in each block")
     choices = ("swaps", "none")
     add("--coupling", choices=choices, default="none", help="of noise to points, for matching")
+    help = "noise that matching resolves, as a share of the data's deviation"
+    add("--finest", type=number(float, 1e-6), default=0.1, help=help)
     choices = training.OPTIMIZERS
     add("--optimizer", choices=choices, default="adam", help="muon takes fewer, dearer steps")
     add("--lr", type=number(float, 0), default=1e-3, help="largest learning rate")
@@ -242,7 +244,8 @@ def train(args):
 
     def loss(model, batch):
         if args.objective == "matching":
-            return model.matching_loss(batch.x, batch.mask, coupling=args.coupling)
+            how = {"coupling": args.coupling, "finest": args.finest}
+            return model.matching_loss(batch.x, batch.mask, **how)
         return -model.log_prob(batch.x, batch.mask).mean() / batch.x.shape[-2]
 
     def evaluate(model):

@@ -351,8 +351,8 @@ def cosine(progress):
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def one_cycle(progress, warm=0.3):
-    """From 1/25 up to 1 in the first 30 %, then down to 0, both along a cosine."""
+def one_cycle(progress, warm=0.15):
+    """From 1/25 up to 1 in the first 15 %, then down to 0, both along a cosine."""
     if progress < warm:
         return 1 - 0.96 * cosine(progress / warm)
     return cosine((progress - warm) / (1 - warm))

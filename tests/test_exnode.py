@@ -333,7 +333,7 @@ def test_sampling_computes_no_trace_and_costs_are_counted():
 def perfect(i, blocks, t1, dim):
     """Data at one place c: x_s = (1 − s) c + s z, so dx/ds = z − c = (x_s − c)/s."""
 
-    first, last = schedule(i / blocks), schedule((i + 1) / blocks)
+    first, last = schedule(i / blocks, 0.1), schedule((i + 1) / blocks, 0.1)
 
     def f(t, x, context):
         s = first + t / t1 * (last - first)
@@ -357,12 +357,12 @@ def test_matching_loss_is_a_mean_over_points_that_exist_weighted_as_the_likeliho
     still = by_hand(*(By(2, lambda t, x, z: 0 * x) for _ in range(blocks)), dim=2)
     loss = still.matching_loss(1e4 + filled(torch.zeros(600, 4, 2, dtype=F64), mask, 1e6), mask)
     u = torch.linspace(0, 1, 10_001, dtype=F64)
-    weight = (1 - schedule(u)).mean().item()  # ∫ (1 − s) du
+    weight = (1 - schedule(u, 0.1)).mean().item()  # ∫ (1 − s) du
     assert loss.item() == pytest.approx(weight * 1e8, rel=1e-2)  # |z − x|² ≈ 1e8
 
 
 def test_the_path_from_data_to_noise_spends_equal_time_at_equal_ratios_of_noise():
-    s = schedule(torch.linspace(0, 1, 1001, dtype=F64))
+    s = schedule(torch.linspace(0, 1, 1001, dtype=F64), 0.01)
     close(s[[0, -1]], torch.tensor([0.0, 1.0], dtype=F64), 1e-12)
     ratio = (s[1:] + 0.01) / (s[:-1] + 0.01)
     close(ratio, ratio[:1].expand_as(ratio), 1e-9)

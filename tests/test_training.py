@@ -248,7 +248,7 @@ def test_schedules_fit_any_budget():
     assert training.cosine(0) == 1
     assert training.cosine(1) == pytest.approx(0)
     one_cycle = training.one_cycle
-    assert [one_cycle(p) for p in (0, 0.3, 1)] == pytest.approx([0.04, 1, 0])
+    assert [one_cycle(p) for p in (0, 0.15, 1)] == pytest.approx([0.04, 1, 0])
 
 
 def test_minutes_fix_a_plan_that_fits_and_that_a_resumed_run_keeps(tmp_path):

@@ -1,0 +1,244 @@
+"""train_flow.py as people use it: the command line, on the built-in digits."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import data
+import train_flow
+import training
+
+ROOT = Path(__file__).parent.parent
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+TINY = ["--points", "5", "--blocks", "2", "--hidden", "8,8", "--heads", "2", "--batch-size", "270"]
+TINY += ["--time", "--test-sets", "20", "--epochs", "2", "--lr", "2e-2", "--schedule", "cosine"]
+MATCHING = [*TINY, "--objective", "matching", "--ema", "0.8", "--tolerance", "1e-4"]
+LIKELIHOOD = [*TINY, "--gradient", "checkpoint", "--optimizer", "muon", "--method", "rk4"]
+
+
+def script(*options, launcher=()):
+    command = [sys.executable, *launcher, str(ROOT / "train_flow.py"), *map(str, options)]
+    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=ENV, **pipes)
+
+
+def run_here(capsys, *options):
+    """Exit code and what was written to stderr, without a process of its own."""
+    try:
+        code = training.command(lambda: train_flow.main(list(map(str, options))), (data.DataError,))
+    except SystemExit as e:
+        code = e.code
+    return code, capsys.readouterr().err
+
+
+def lines(out):
+    parsed = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in parsed]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def often(module_patch):
+    """Evaluate after every epoch of these short runs."""
+    module_patch.setattr(train_flow, "EVALUATE_STEPS", 1)
+
+
+@pytest.fixture(scope="module")
+def module_patch():
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A finished run of each objective, and its results."""
+    base = tmp_path_factory.mktemp("flow")
+    options = {"matching": MATCHING, "likelihood": LIKELIHOOD}
+    return {
+        k: (base / k, train_flow.main([*v, "--out", str(base / k)])) for k, v in options.items()
+    }
+
+
+@pytest.mark.parametrize("objective", ["matching", "likelihood"])
+def test_a_run_raises_the_likelihood_and_leaves_all_its_files(runs, objective):
+    out, results = runs[objective]
+    names = {"config.json", "metrics.jsonl", "last.pt", "best.pt", "results.json", "curves.png"}
+    names |= {"samples.png", "path.png", "path-moving.png"}
+    assert {p.name for p in out.iterdir()} == names
+    for name in names:
+        if name.endswith("png"):
+            assert (out / name).read_bytes().startswith(b"\x89PNG")
+    table = lines(out)
+    assert [line["epoch"] for line in table] == [0, 1, 2]
+    assert table[2]["loss"] < table[1]["loss"]
+    assert table[2]["valid_ppll"] > table[0]["valid_ppll"] + 0.03
+    assert results == json.loads((out / "results.json").read_text())
+    test = results["test"]
+    assert (test["sets"], test["trace"]) == (20, "exact")
+    assert test["evaluations"] == 8 if objective == "likelihood" else test["evaluations"] > 20
+    assert test["bits_per_dim"] == pytest.approx(-test["ppll"] / (2 * np.log(2)))
+    assert 0 <= test["samples"]["1-NNA"] <= 1
+
+
+def test_the_reported_likelihood_is_the_model_s_own(runs):
+    """Of both objectives, by the one path: log_prob of the best weights, set by set."""
+    for out, results in runs.values():
+        args = train_flow.parse(["--load", str(out), "--evaluate"])
+        model = train_flow.judge(args, train_flow.read_run(args))
+        test = data.load(points=5, seed=0).test
+        x = torch.from_numpy(test.draw(np.arange(20))[0])
+        with torch.no_grad():
+            ppll = model.log_prob(x).double() / 5 + test.log_unit
+        assert results["test"]["ppll"] == pytest.approx(ppll.mean().item(), abs=1e-5)
+        wanted = ppll.std().item() / 20**0.5
+        assert results["test"]["standard_error"] == pytest.approx(wanted, rel=1e-3)
+
+
+def test_matching_standardises_the_data_and_likelihood_leaves_them_as_in_the_paper(runs):
+    mean, std = (
+        {
+            k: training.read_checkpoint(out / "best.pt")["model"][name]
+            for k, (out, _) in runs.items()
+        }
+        for name in ("mean", "std")
+    )
+    assert mean["likelihood"].eq(0).all()
+    assert std["likelihood"].eq(1).all()
+    x = torch.from_numpy(data.load(points=5).train.draw(np.arange(2000))[0]).flatten(0, 1)
+    torch.testing.assert_close(mean["matching"], x.mean(0))
+    torch.testing.assert_close(std["matching"], x.std(0))
+
+
+def test_a_run_stopped_by_sigterm_resumes_to_the_same_numbers(tmp_path):
+    options = [*MATCHING, "--epochs", "5"]  # evaluated at the start and the end only
+    train_flow.EVALUATE_STEPS, before = 400, train_flow.EVALUATE_STEPS
+    results = train_flow.main([*options, "--out", str(tmp_path / "whole")])
+    out = tmp_path / "run"
+    process = script(*options, "--out", out)
+    while not (out / "last.pt").exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert 0 < training.read_checkpoint(out / "last.pt")["step"] < 100
+    again = train_flow.main([*options, "--out", str(out), "--resume"])
+    train_flow.EVALUATE_STEPS = before
+    assert again["test"]["ppll"] == results["test"]["ppll"]
+    assert lines(out) == lines(tmp_path / "whole")
+
+
+def test_finetuning_starts_from_a_matching_run_and_goes_on_by_likelihood(runs, tmp_path):
+    base, before = runs["matching"]
+    options = [
+        "--finetune",
+        str(base),
+        "--gradient",
+        "checkpoint",
+        "--method",
+        "rk4",
+        "--lr",
+        "1e-3",
+    ]
+    options += ["--epochs", "1", "--test-sets", "20", "--batch-size", "270"]
+    after = train_flow.main([*options, "--out", str(tmp_path / "fine")])
+    assert after["config"]["hidden"] == [8, 8]
+    table = lines(tmp_path / "fine")
+    assert table[0]["valid_ppll"] == pytest.approx(before["best"], abs=1e-4)
+    assert table[1]["valid_ppll"] > table[0]["valid_ppll"]
+
+
+def test_samples_of_a_run_depend_on_the_seed_only_and_may_have_more_points(runs, capsys):
+    out, _ = runs["matching"]
+    options = ["--load", out, "--sample", "3", "--points", "40"]
+    code, err = run_here(capsys, *options)
+    assert (code, err.count("\n")) == (0, 1)
+    first = np.load(out / "samples-3x40-seed0.npy")
+    assert first.shape == (3, 40, 2)
+    assert (out / "samples-3x40-seed0.png").read_bytes().startswith(b"\x89PNG")
+    run_here(capsys, *options)
+    np.testing.assert_array_equal(np.load(out / "samples-3x40-seed0.npy"), first)
+    run_here(capsys, *options, "--seed", "1")
+    assert np.abs(np.load(out / "samples-3x40-seed1.npy") - first).max() > 0.01
+    for path in out.glob("samples-*"):
+        path.unlink()
+
+
+def test_two_processes_measure_what_one_does(runs):
+    out, results = runs["matching"]
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    process = script("--load", out, "--evaluate", "--batch-size", "16", launcher=launcher)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert f"test PPLL {results['test']['ppll']:.4f}" in err
+
+
+def test_sampling_in_pieces_gives_the_same_sets(runs):
+    out, _ = runs["matching"]
+    model = train_flow.read_run(train_flow.parse(["--load", str(out), "--evaluate"]))
+    whole, pieces = train_flow.draw_sets(model, 5, 9), train_flow.draw_sets(model, 5, 9, most=20)
+    torch.testing.assert_close(pieces, whole)
+
+
+def test_paths_lead_from_the_noise_to_the_samples(runs):
+    out, _ = runs["matching"]
+    model = train_flow.read_run(train_flow.parse(["--load", str(out), "--evaluate"]))
+    z = torch.randn(2, 9, 2)
+    path = train_flow.paths(model, z, 5)
+    torch.testing.assert_close(path[0], model.leave(z))
+    torch.testing.assert_close(path[-1], model.decode(z), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        path[2], model.leave(model.blocks[1].inverse(z)), atol=1e-3, rtol=1e-3
+    )
+
+
+def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
+    out, _ = runs["matching"]
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_bytes((out / "config.json").read_bytes())
+    (broken / "best.pt").write_bytes((out / "best.pt").read_bytes()[:1000])
+    cases = {
+        ("--cuda",): "no GPU",
+        ("--sample", "3"): "--load RUN",
+        ("--load", out): "--load RUN goes with",
+        ("--load", out, "--sample", "3", "--evaluate"): "goes with either",
+        ("--load", tmp_path / "nowhere", "--sample", "3"): "nowhere",
+        ("--load", broken, "--sample", "3"): "damaged",
+        ("--load", out, "--sample", "3", "--blocks", "3"): "another model",
+        ("--load", out, "--sample", "1", "--points", 10**9): "GiB",
+        ("--finetune", out, "--objective", "matching"): "--finetune RUN",
+        ("--finetune", out, "--hidden", "6,6", "--out", tmp_path / "x"): "another model",
+        ("--heads", "3"): "--heads",
+        ("--hidden", "12,"): "--hidden",
+        ("--field", "transformer", "--hidden", "16,32"): "--hidden",
+        ("--ema", "1"): "--ema",
+        ("--data", "modelnet", "--root", tmp_path, "--out", tmp_path / "y"): "modelnet",
+        ("--category", "unicorn", "--out", tmp_path / "z"): "unicorn",
+        ("--out", out): "--resume",
+    }
+    for options, words in cases.items():
+        code, err = run_here(capsys, *options)
+        assert (code, err.count("\n")) == (2, 1), (options, err)
+        assert words.lower() in err.lower()
+
+
+def test_help_explains_every_option_with_its_default(capsys):
+    code, _ = run_here(capsys, "--help")
+    assert code == 0
+    with pytest.raises(SystemExit):
+        train_flow.parse(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for name, value in vars(train_flow.parse([])).items():
+        option = "--" + name.replace("_", "-")
+        assert option in text
+        if value not in (None, False):
+            assert f"(default: {value})" in text
