@@ -6,8 +6,9 @@ RUFF   := ruff==0.17.4
 .PHONY: demo test lint bench clean
 
 demo: .venv/.installed
-	@echo "exnode: the demo arrives with train_flow.py: it will train a set flow on built-in"
-	@echo "point sets for about two minutes and draw what it learned."
+	$(BIN)/python train_flow.py --objective matching --field transformer --blocks 1 \
+	  --hidden 64,64,64 --coupling none --optimizer muon --lr 2e-3 --schedule one-cycle \
+	  --ema 0.99 --tolerance 1e-3 --test-sets 200 --minutes 1.5 --out runs/demo --resume
 
 test: .venv/.installed lint
 	$(BIN)/python -m pytest
@@ -17,7 +18,7 @@ lint: .venv/.lint
 	$(BIN)/ruff format --check .
 
 bench: .venv/.bench
-	@for b in solvers fields data; do echo "== $$b"; $(BIN)/python benchmarks/$$b.py || exit 1; done
+	@for b in solvers fields data steps; do echo "== $$b"; $(BIN)/python benchmarks/$$b.py || exit 1; done
 
 .venv/.installed: requirements.txt
 	$(PYTHON) -m venv .venv

@@ -48,8 +48,9 @@ SCHEDULES = {
     "cosine": training.cosine,
     "one-cycle": training.one_cycle,
 }
-EVALUATE_STEPS = 400  # training steps between evaluations, in whole epochs
-VALID_SETS, SCORE_SETS = 128, 1000  # sets in an evaluation; samples that are scored at the end
+EVALUATE_STEPS = 200  # training steps between evaluations, in whole epochs
+VALID_POINTS = 6400  # points, of all sets together, in an evaluation
+SCORE_SETS = 1000  # samples that are scored at the end
 MODEL_OPTIONS = ("blocks", "hidden", "heads", "field", "time")
 
 
@@ -85,7 +86,7 @@ def parse(argv=None):
     add("--tolerance", type=number(float, 1e-12), default=1e-5, help="of dopri5")
     add("--steps", type=number(int, 1), default=1, help="of rk4 in each block")
     choices = ("swaps", "none")
-    add("--coupling", choices=choices, default="none", help="of noise to points, for matching")
+    add("--coupling", choices=choices, default="swaps", help="of noise to points, for matching")
     help = "noise that matching resolves, as a share of the data's deviation"
     add("--finest", type=number(float, 1e-6), default=0.1, help=help)
     choices = training.OPTIMIZERS
@@ -236,7 +237,7 @@ def train(args):
     settings = {"ema": args.ema, "clip": args.clip, "every": every}
     run = training.Run(args, world, model, optimizer, schedule, steps, **settings)
     share = {"rank": world.rank, "world": world.size, "device": world.device}
-    valid = some(splits.valid, VALID_SETS)
+    valid = some(splits.valid, -(-VALID_POINTS // data.span(splits.valid.points)[1]))
 
     def batches(epoch, start):
         draw = {"seed": args.seed, "epoch": epoch, "start": start, "workers": 1}
@@ -395,6 +396,8 @@ def main(argv=None):
     scores = test["samples"]
     text = ", ".join(f"{name} {scores[name]:.4g}" for name in ("1-NNA", "MMD", "COV"))
     training.say(f"{scores['sets']} samples: {text}")
+    if not args.evaluate:
+        training.say(f"pictures: samples.png, path.png and path-moving.png in {args.out}")
     return results
 
 

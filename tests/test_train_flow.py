@@ -18,9 +18,31 @@ import training
 
 ROOT = Path(__file__).parent.parent
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
-TINY = ["--points", "5", "--blocks", "2", "--hidden", "8,8", "--heads", "2", "--batch-size", "270"]
-TINY += ["--time", "--test-sets", "20", "--epochs", "2", "--lr", "2e-2", "--schedule", "cosine"]
-MATCHING = [*TINY, "--objective", "matching", "--ema", "0.8", "--tolerance", "1e-4"]
+TINY = ["--points", "5", "--blocks", "2", "--hidden", "16,16", "--heads", "2"]
+TINY += [
+    "--batch-size",
+    "270",
+    "--time",
+    "--test-sets",
+    "20",
+    "--epochs",
+    "2",
+    "--lr",
+    "2e-2",
+    "--schedule",
+    "cosine",
+]
+MATCHING = [
+    *TINY,
+    "--objective",
+    "matching",
+    "--ema",
+    "0.8",
+    "--tolerance",
+    "1e-4",
+    "--epochs",
+    "5",
+]
 LIKELIHOOD = [*TINY, "--gradient", "checkpoint", "--optimizer", "muon", "--method", "rk4"]
 
 
@@ -76,9 +98,9 @@ def test_a_run_raises_the_likelihood_and_leaves_all_its_files(runs, objective):
         if name.endswith("png"):
             assert (out / name).read_bytes().startswith(b"\x89PNG")
     table = lines(out)
-    assert [line["epoch"] for line in table] == [0, 1, 2]
-    assert table[2]["loss"] < table[1]["loss"]
-    assert table[2]["valid_ppll"] > table[0]["valid_ppll"] + 0.03
+    assert [line["epoch"] for line in table] == [*range(6 if objective == "matching" else 3)]
+    assert table[-1]["loss"] < table[1]["loss"]
+    assert table[-1]["valid_ppll"] > table[0]["valid_ppll"] + 0.05
     assert results == json.loads((out / "results.json").read_text())
     test = results["test"]
     assert (test["sets"], test["trace"]) == (20, "exact")
@@ -117,7 +139,7 @@ def test_matching_standardises_the_data_and_likelihood_leaves_them_as_in_the_pap
 
 
 def test_a_run_stopped_by_sigterm_resumes_to_the_same_numbers(tmp_path):
-    options = [*MATCHING, "--epochs", "5"]  # evaluated at the start and the end only
+    options = MATCHING  # evaluated at the start and the end only
     train_flow.EVALUATE_STEPS, before = 400, train_flow.EVALUATE_STEPS
     results = train_flow.main([*options, "--out", str(tmp_path / "whole")])
     out = tmp_path / "run"
@@ -138,21 +160,12 @@ def test_a_run_stopped_by_sigterm_resumes_to_the_same_numbers(tmp_path):
 
 def test_finetuning_starts_from_a_matching_run_and_goes_on_by_likelihood(runs, tmp_path):
     base, before = runs["matching"]
-    options = [
-        "--finetune",
-        str(base),
-        "--gradient",
-        "checkpoint",
-        "--method",
-        "rk4",
-        "--lr",
-        "1e-3",
-    ]
+    options = ["--finetune", str(base), "--gradient", "checkpoint", "--method", "rk4"]
     options += ["--epochs", "1", "--test-sets", "20", "--batch-size", "270"]
     after = train_flow.main([*options, "--out", str(tmp_path / "fine")])
-    assert after["config"]["hidden"] == [8, 8]
+    assert after["config"]["hidden"] == [16, 16]
     table = lines(tmp_path / "fine")
-    assert table[0]["valid_ppll"] == pytest.approx(before["best"], abs=1e-4)
+    assert table[0]["valid_ppll"] == pytest.approx(before["best"], abs=2e-3)
     assert table[1]["valid_ppll"] > table[0]["valid_ppll"]
 
 
