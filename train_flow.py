@@ -165,6 +165,18 @@ def read_run(args):
     return model.eval()
 
 
+def check_memory(args, world, points, sets=1, *, training_too=False, pairs=False):
+    """An error, before the machine chokes, if so many points at once cannot fit."""
+    numbers = 30 * sum(args.hidden) if training_too else 12 * max(args.hidden)  # kept per point
+    need = 4 * sets * points * numbers + 4 * 8 * pairs * points**2  # pairs: the exact trace
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if args.cuda:
+        have = torch.cuda.mem_get_info(world.device)[1]
+    if need > have:
+        what = f"{sets} sets of {points} points at once take about {need / 2**30:.0f} GiB"
+        raise training.UsageError(f"{what}, but there are {have / 2**30:.0f} GiB")
+
+
 # -------------------------------------------------------------------------------- evaluation
 def watch(items, total, what):
     """The items, with a line about the time left every half minute."""
@@ -212,7 +224,8 @@ def draw_sets(model, sets, points, seed=0, most=2**16):
 
 def measure_samples(model, split, seed, sets=SCORE_SETS):
     """Scores of generated sets against as many test sets, and the seconds each took."""
-    sets, points = min(sets, len(split)), data.span(split.points)[1]
+    split, points = some(split, sets), data.span(split.points)[1]
+    sets = len(split)
     real = torch.from_numpy(split.draw(np.arange(sets))[0])
     begun = time.monotonic()
     samples = draw_sets(model, sets, points, seed).cpu()
@@ -228,6 +241,8 @@ def train(args):
         training.say(f"{args.out} is complete: PPLL {results['test']['ppll']:.4f}")
         return results
     splits = load_sets(args)
+    sets, points = args.batch_size // world.size, data.span(splits.train.points)[1]
+    check_memory(args, world, points, sets, training_too=True)
     training.seed(args.seed)
     model = make_model(args, splits.train.dim).to(world.device)
     start(args, model, splits.train)
@@ -237,7 +252,7 @@ def train(args):
     settings = {"ema": args.ema, "clip": args.clip, "every": every}
     run = training.Run(args, world, model, optimizer, schedule, steps, **settings)
     share = {"rank": world.rank, "world": world.size, "device": world.device}
-    valid = some(splits.valid, -(-VALID_POINTS // data.span(splits.valid.points)[1]))
+    valid = some(splits.valid, -(-VALID_POINTS // points))
 
     def batches(epoch, start):
         draw = {"seed": args.seed, "epoch": epoch, "start": start, "workers": 1}
@@ -271,8 +286,9 @@ def start(args, model, train):
 
 
 def some(split, sets):
-    """The first sets of a split."""
-    return split if sets is None else dataclasses.replace(split, index=split.index[:sets])
+    """So many sets of a split, evenly spaced: its classes may come one after the other."""
+    where = np.arange(sets := min(sets or len(split), len(split))) * len(split) // sets
+    return dataclasses.replace(split, index=split.index[where])
 
 
 def measure(args, model, test, world):
@@ -291,7 +307,7 @@ def finish(args, run, model, test):
     if run.world.rank == 0:
         out, points = Path(args.out), data.span(test.points)[1]
         draw_curves(out)
-        real = test.draw(np.arange(9))[0]
+        real = some(test, 9).draw(np.arange(min(9, len(test))))[0]
         draw_samples(out / "samples.png", draw_sets(model, 18, points, args.seed), real)
         draw_path(out, model, points, args.seed)
     return results
@@ -346,27 +362,12 @@ def draw_path(out, model, points, seed, sets=5):
 
 
 # -------------------------------------------------------------------------- from a finished run
-def check_memory(args, world):
-    """An error before the machine runs out of memory for one set of --points points."""
-    numbers = 12 * max(args.hidden) + 8 * 3  # per point: what a field's evaluation holds at once
-    need = 4 * args.points * numbers
-    if args.evaluate and args.field == "attention":
-        need += 4 * 8 * args.points**2  # exact trace: matrices of one head
-    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if args.cuda:
-        have = torch.cuda.mem_get_info(world.device)[1]
-    if need > have:
-        need, have = need / 2**30, have / 2**30
-        raise training.UsageError(
-            f"--points {args.points}: one set would take about {need:.0f} GiB, of {have:.0f} GiB"
-        )
-
-
 def sample(args):
     """--sample K: K sets of --points points as .npy and PNG in the run directory."""
     world, model = training.connect(args), read_run(args)
     model.to(world.device)
-    check_memory(args, world)
+    args.points = args.points or data.POINTS["mnist" if model.dim == 2 else "modelnet"]["flow"]
+    check_memory(args, world, args.points)
     name = Path(args.load) / f"samples-{args.sample}x{args.points}-seed{args.seed}"
     begun = time.monotonic()
     sets = draw_sets(model, args.sample, args.points, args.seed)
@@ -380,8 +381,9 @@ def sample(args):
 
 def evaluate_only(args):
     world, model = training.connect(args), read_run(args)
-    check_memory(args, world)
-    return {"test": measure(args, model.to(world.device), load_sets(args).test, world)}
+    test = load_sets(args).test
+    check_memory(args, world, data.span(test.points)[1], pairs=True)
+    return {"test": measure(args, model.to(world.device), test, world)}
 
 
 def main(argv=None):

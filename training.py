@@ -474,7 +474,8 @@ class Run:
             raise FloatingPointError(f"loss is {loss:g} and the norm of its gradient {norm:g}")
         self.optimizer.step()
         if self.average:
-            blend(self.average, self.model.state_dict(), 1 - self.decay)
+            decay = min(self.decay, (1 + self.step) / (10 + self.step))  # forget the start sooner
+            blend(self.average, self.model.state_dict(), 1 - decay)
         return loss, clock, stop
 
     def make_plan(self):

@@ -1,12 +1,14 @@
 """The README's examples run as they stand there."""
 
 import importlib
+import json
 import re
 from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -33,3 +35,18 @@ def test_every_name_in_the_map_of_the_paper_exists():
     assert len(names) > 15
     for module, name in names:
         assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
+
+
+def test_every_result_in_a_table_is_that_of_a_run():
+    rows = re.findall(r"^(\|.*\]\((results/[\w./-]+\.json)\).*)$", README, re.MULTILINE)
+    assert rows
+    for row, path in rows:
+        results = json.loads((ROOT / path).read_text())
+        if "mean" in results:
+            numbers = [f"{results['mean']:.4f}", f"{results['std']:.4f}"]
+        elif "accuracy" in results["test"]:
+            numbers = [f"{results['test']['accuracy']:.4f}"]
+        else:
+            numbers = [f"{results['test'][name]:.3f}" for name in ("ppll", "standard_error")]
+        for number in numbers:
+            assert number.replace("-", "−") in row

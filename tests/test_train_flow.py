@@ -115,7 +115,7 @@ def test_the_reported_likelihood_is_the_model_s_own(runs):
         args = train_flow.parse(["--load", str(out), "--evaluate"])
         model = train_flow.judge(args, train_flow.read_run(args))
         test = data.load(points=5, seed=0).test
-        x = torch.from_numpy(test.draw(np.arange(20))[0])
+        x = torch.from_numpy(test.draw(np.arange(20) * 50)[0])  # evenly spaced among 1000
         with torch.no_grad():
             ppll = model.log_prob(x).double() / 5 + test.log_unit
         assert results["test"]["ppll"] == pytest.approx(ppll.mean().item(), abs=1e-5)
@@ -228,6 +228,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
         ("--load", broken, "--sample", "3"): "damaged",
         ("--load", out, "--sample", "3", "--blocks", "3"): "another model",
         ("--load", out, "--sample", "1", "--points", 10**9): "GiB",
+        ("--points", 10**7, "--out", tmp_path / "w"): "GiB",
         ("--finetune", out, "--objective", "matching"): "--finetune RUN",
         ("--finetune", out, "--hidden", "6,6", "--out", tmp_path / "x"): "another model",
         ("--heads", "3"): "--heads",

@@ -135,6 +135,23 @@ def test_the_loss_falls_and_the_best_weights_are_loaded(tmp_path):
     assert results["steps"] == 150
 
 
+def test_the_average_follows_the_weights_at_once_and_then_ever_more_slowly(tmp_path):
+    run = toy(tmp_path, ema=0.8)
+    wanted, update = run.average["0.weight"].clone(), run.update
+
+    def watched(*args):
+        told = update(*args)
+        decay = min(0.8, (1 + run.step) / (10 + run.step))
+        wanted.copy_(decay * wanted + (1 - decay) * run.model[0].weight.detach())
+        return told
+
+    run.update = watched
+    fit(run)
+    torch.testing.assert_close(run.average["0.weight"], wanted)
+    last = contents(tmp_path / "last.pt")["model"]["0.weight"]
+    assert (last - wanted).abs().max() > 1e-4
+
+
 def test_a_second_run_or_one_with_other_options_leaves_the_directory_as_it_was(tmp_path):
     fit(toy(tmp_path))
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
