@@ -51,6 +51,13 @@ SCHEDULES = {
 EVALUATE_STEPS = 200  # training steps between evaluations, in whole epochs
 VALID_POINTS = 6400  # points, of all sets together, in an evaluation
 SCORE_SETS = 1000  # samples that are scored at the end
+ONLY_WITH = {  # options that would otherwise do nothing
+    "steps": ("method", "rk4"),
+    "tolerance": ("method", "dopri5"),
+    "gradient": ("objective", "likelihood"),
+    "coupling": ("objective", "matching"),
+    "finest": ("objective", "matching"),
+}
 MODEL_OPTIONS = ("blocks", "hidden", "heads", "field", "time")
 
 
@@ -118,6 +125,9 @@ def check(parser, args, argv):
         kept = (*MODEL_OPTIONS, "data", "category", "points", "seed")
         parser.set_defaults(**{k: v for k, v in before.items() if k in kept})
     args = parser.parse_args(argv)
+    for name, (other, value) in ONLY_WITH.items():
+        if getattr(args, name) != parser.get_default(name) and getattr(args, other) != value:
+            parser.error(f"argument --{name}: only with --{other} {value}")
     if args.ema >= 1:
         parser.error(f"argument --ema: {args.ema:g} is not below 1")
     if args.hidden[-1] % args.heads:
@@ -216,10 +226,8 @@ def draw_sets(model, sets, points, seed=0, most=2**16):
     """`(sets, points, d)` samples, solved for about `most` points at a time."""
     generator = torch.Generator().manual_seed(seed)  # on the CPU: the same noise on any device
     z = torch.randn(sets, points, model.dim, generator=generator).to(model.mean)
-    some = max(1, most // points)
-    parts = z.split(some)
-    parts = [model.decode(part) for part in watch(parts, len(parts), "sampling")]
-    return torch.cat(parts)
+    parts = z.split(max(1, most // points))
+    return torch.cat([model.decode(part) for part in watch(parts, len(parts), "sampling")])
 
 
 def measure_samples(model, split, seed, sets=SCORE_SETS):

@@ -172,7 +172,7 @@ class Augmented(nn.Module):
     """(t, (x, log det)) ↦ (f, eᵀ (∂f/∂x) e) for the obvious field, by a vector–Jacobian product.
 
     The adjoint evaluates it with gradients on, the forward solve with gradients off, and there it
-    is spared the graph of the product, which the authors' code always makes.
+    is spared the graph of the product: a little in the rival's favour.
     """
 
     def __init__(self, field):
