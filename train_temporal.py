@@ -21,15 +21,15 @@ x is `(B, T, n, 2)`: B series of T sets; t is `(T,)`.
 
 Departures from the paper
 - Weights are selected by the ELBO of held-out series; the test series are read once, at the end.
-  Both ELBOs use exact traces. They are over --valid-series and --test-series evenly spaced series,
-  as a likelihood takes seconds of a CPU.
-- The paper shows pictures only. We measure, too: reconstructions at trained times, at unseen ones
-  between and beyond, against an independent draw of the true set there. Two rivals: to copy the
-  nearest trained set, and, as a floor, one more draw of the true set.
-- `--objective matching` regresses the decoder on straight paths instead of solving it (flow
-  matching). Its error e is that of a velocity; −log p = const + Σ ∫ e² (1 − s)/s ds over all
-  coordinates, where training has the weight 1 instead of (1 − s)/s. So Σ e² + KL is the ELBO's
-  balance at s = ½, and --kl weighs the KL against it.
+  Both ELBOs use exact traces, and at most --valid-series and --test-series evenly spaced series:
+  a CPU needs up to a second for the likelihood of one.
+- The paper shows pictures only. We measure, too: Chamfer distances of reconstructions at trained
+  times, between and beyond them, to an independent draw of the true set there. Rivals: a copy of
+  the true set at the nearest trained time, and, as the floor, one more draw of the true set.
+- `--objective matching` regresses the decoder on straight paths, in units of the data's deviation,
+  instead of solving it: error per coordinate + --kl · KL / coordinates of a series. Were noise and
+  points paired at random, 4.6 · error would be −log p + const (exnode.schedule), and 0.2 the ELBO's
+  own weight. Noise assigned to near points leaves less to explain; 0.05 keeps the posterior alive.
 - In pictures and files a point keeps its base point y over time (Eq. 13 draws y anew at each time),
   so that it moves continuously; the distribution of the set at each time is the same.
 - "Halved every 50 epochs" is "after half the run", so that any budget has all of it.
@@ -39,6 +39,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +47,7 @@ import numpy as np
 import torch
 
 import data
+import pictures
 import training
 from exnode import GRADIENTS, TRACES, TemporalSetVAE
 from metrics import chamfer
@@ -59,9 +61,10 @@ SCHEDULES = {
 HIDDEN = {"concatsquash": [512, 512, 512], "attention": [128, 128, 128]}
 DIM, PIECE = 2, 2**15  # of a point; points that are decoded at once
 UNITS = "nats per point, in pixels: log p / n on half a canvas − 2 ln 14; kl in nats per series"
+EVALUATE_STEPS = 400  # training steps between evaluations, in whole epochs
 TRAINING = (  # options without a meaning for a finished run
     "objective", "random_times", "kl", "lr", "schedule", "ema", "gradient", "trace", "epochs",
-    "minutes", "category", "valid_series",
+    "minutes", "valid_series",
 )  # fmt: skip
 
 
@@ -103,12 +106,13 @@ def parse(argv=None):
     add("--latent", type=number(int, 1), default=128, help="numbers in z")
     help = "widths of the decoder; None: 512,512,512, or 128,128,128 with attention"
     add("--hidden", type=widths, metavar="W,W,…", help=help)
-    add("--kl", type=number(float, 0), default=1.0, help="weight of the KL in matching")
+    add("--kl", type=number(float, 0), default=0.05, help="weight of the KL in matching")
     add("--lr", type=number(float, 0), default=1e-3, help="largest learning rate of Adam")
     add("--schedule", choices=SCHEDULES, default="halve", help="of the learning rate")
     help = "decay of averaged weights, or 0 for none"
     add("--ema", type=number(float, 0), default=0.0, help=help)
-    add("--gradient", choices=GRADIENTS, default="adjoint", help="how to differentiate a solve")
+    help = "how to differentiate a solve; None: adjoint, but for matching, where z is all, backprop"
+    add("--gradient", choices=GRADIENTS, help=help)
     add("--trace", choices=TRACES, default="hutchinson", help="of the ELBO in training")
     add("--valid-series", type=number(int, 1), default=256, help="at most, per validation")
     add("--test-series", type=number(int, 1), default=1000, help="at most, in the test")
@@ -128,6 +132,7 @@ def parse(argv=None):
             if getattr(args, name) != config.get(name, getattr(args, name)):
                 parser.error(f"--{name.replace('_', '-')} is for training, not for --load")
     args.hidden = args.hidden or HIDDEN[args.decoder]
+    args.gradient = args.gradient or {"elbo": "adjoint", "matching": "backprop"}[args.objective]
     return check(parser, args)
 
 
@@ -142,11 +147,11 @@ def check(parser, args):
         parser.error("--at gives the times of --reconstruct")
     if args.ema >= 1:
         parser.error(f"argument --ema: {args.ema:g} is not below 1")
-    if args.objective == "elbo" and args.kl != 1:
+    if args.objective == "elbo" and args.kl != parser.get_default("kl"):
         parser.error("--kl is for --objective matching: the ELBO has the weight 1")
     if args.random_times > 1001:
         parser.error(f"argument --random-times: {args.random_times} is more than 1001")
-    if args.random_times and len(args.times) < 2:
+    if args.random_times and len(args.times) < 2 and not args.load:
         parser.error("--random-times wants a first and a last of --times")
     return args
 
@@ -169,10 +174,14 @@ def at_times(split, times):
     return replace(split, source=replace(split.source, times=np.array(times, np.float64)))
 
 
-def some(split, count):
-    """At most so many of the series, evenly spaced."""
-    pick = np.linspace(0, len(split) - 1, min(count, len(split))).round().astype(np.int64)
-    return replace(split, index=split.index[pick])
+def spread(count, most=11):
+    """At most so many of `count` positions, evenly spaced, the first and last among them."""
+    return np.linspace(0, count - 1, min(count, most)).round().astype(np.int64)
+
+
+def some(split, series):
+    """At most so many series of a split."""
+    return replace(split, index=split.index[spread(len(split), series)])
 
 
 def random_times(args, epoch, step):
@@ -191,16 +200,25 @@ def build(args):
 
 
 def check_memory(args, sets, each, whole=0):
-    """Refuse what cannot fit: sets in work at once, with `each` floats a point, and the output."""
+    """Refuse what cannot fit: `sets` at once, with `each` numbers a point, and a whole output."""
     pairs = 8 * args.points if args.decoder == "attention" else 0
     need = 4 * (whole + sets * args.points * (each + pairs))
     if args.cuda:
-        have = torch.cuda.mem_get_info()[0]
+        have = torch.cuda.mem_get_info()[1]
     else:
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if need > have:
-        size = f"about {need / 2**30:.3g} GiB, and there are {have / 2**30:.3g}"
-        raise training.UsageError(f"--points {args.points} with these options needs {size}")
+        size = f"about {need / 2**30:.0f} GiB of memory, of {have / 2**30:.0f} GiB"
+        raise training.UsageError(f"--points {args.points}: with the other options takes {size}")
+
+
+def check_training_memory(args, world):
+    """What the encoder and one evaluation of the decoder hold; backpropagation holds about 30."""
+    sets = args.batch_size // world.size * (args.random_times or len(args.times))
+    decoder = sum(args.hidden)
+    if args.objective == "elbo":
+        decoder *= (1 + DIM) * (30 if args.gradient == "backprop" else 1)  # values and tangents
+    check_memory(args, sets, 4 * (1024 + decoder))
 
 
 @torch.no_grad()
@@ -220,6 +238,18 @@ def generator(args, world):
 
 
 # --------------------------------------------------------------------------------------- measures
+def shared_batches(split, args, world, what):
+    """This process's batches of a split, with a line about progress every half minute."""
+    share = {"rank": world.rank, "world": world.size, "device": world.device}
+    total, shown = data.steps(split, args.batch_size, training=False), time.monotonic()
+    batches = data.batches(split, args.batch_size, training=False, workers=1, **share)
+    for done, batch in enumerate(batches):
+        if time.monotonic() - shown > 30:
+            shown = time.monotonic()
+            training.say(f"{what}: {done} of {total} batches")
+        yield batch
+
+
 @torch.no_grad()
 def exact_elbo(model, x, t, generator):
     """Parts of Eq. 11 per series, log-likelihood and KL, without noise in the trace."""
@@ -230,25 +260,18 @@ def exact_elbo(model, x, t, generator):
         model.decoder.trace = trace
 
 
-def in_units(split, log_likelihood, kl):
-    """The ELBO and its parts from their means over series, as UNITS says."""
-    points = len(split.times) * split.points
-    log_likelihood = log_likelihood / points + split.log_unit
-    elbo = log_likelihood - kl / points
-    return {"elbo": elbo, "log_likelihood": log_likelihood, "kl": kl}
-
-
-def shared_batches(split, args, world):
-    share = {"rank": world.rank, "world": world.size, "device": world.device}
-    return data.batches(split, args.batch_size, training=False, workers=1, **share)
-
-
 def measure_elbo(model, split, args, world):
-    total = torch.zeros(2, dtype=torch.float64, device=world.device)
-    draws = generator(args, world)
-    for batch in shared_batches(split, args, world):
-        total += torch.stack(exact_elbo(model, batch.x, batch.t, draws)).double().sum(1)
-    return in_units(split, *(world.sum(total) / len(split)).tolist())
+    """The mean ELBO of a split's series and its parts, as UNITS says."""
+    total = torch.zeros(3, dtype=torch.float64, device=world.device)
+    draws, points = generator(args, world), len(split.times) * split.points
+    for batch in shared_batches(split, args, world, "ELBO"):
+        log_p, kl = (part.double() for part in exact_elbo(model, batch.x, batch.t, draws))
+        log_p = log_p / points + split.log_unit
+        total += torch.stack([log_p, kl, (log_p - kl / points) ** 2]).sum(1)
+    log_p, kl, square = (world.sum(total) / len(split)).tolist()
+    elbo = log_p - kl / points
+    error = (max(square - elbo**2, 0) / max(len(split) - 1, 1)) ** 0.5
+    return {"elbo": elbo, "log_likelihood": log_p, "kl": kl, "standard_error": error}
 
 
 def test_times(trained):
@@ -269,8 +292,9 @@ def measure_sets(model, split, args, world):
     trained, at = args.times, test_times(args.times)
     nearest = [min(range(len(trained)), key=lambda i: abs(trained[i] - t)) for t in at]
     total = torch.zeros(3, len(at), dtype=torch.float64, device=world.device)
-    draws, t = generator(args, world), torch.tensor(trained)
-    for batch in shared_batches(at_times(split, [*trained, *at, *at]), args, world):
+    draws, t = generator(args, world), torch.tensor(trained, dtype=torch.float64)
+    three = at_times(split, [*trained, *at, *at])  # what is given, the truth, one more draw of it
+    for batch in shared_batches(three, args, world, "reconstruction"):
         x, truth, again = batch.x.split([len(trained), len(at), len(at)], 1)
         made = decode(model, model.encode(x, t).mean, at, args.points, draws)
         for k, rival in enumerate((made, x[:, nearest], again)):
@@ -281,10 +305,9 @@ def measure_sets(model, split, args, world):
 
 
 def test_metrics(model, split, args, world):
-    """ELBO, and Chamfer distances by kind of time and for each time."""
-    split = some(split, args.test_series)
+    """ELBO, and Chamfer distances for each time and on average over times of a kind."""
+    split, means = some(split, args.test_series), {}
     metrics, rows = measure_elbo(model, split, args, world), measure_sets(model, split, args, world)
-    means = {}
     for kind in dict.fromkeys(row["kind"] for row in rows):
         mine = [row for row in rows if row["kind"] == kind]
         means[kind] = {k: sum(r[k] for r in mine) / len(mine) for k in ("model", "copy", "floor")}
@@ -293,8 +316,10 @@ def test_metrics(model, split, args, world):
 
 def show(metrics):
     """The table of a test, on stderr."""
-    parts = "ELBO {elbo:.4f}, log-likelihood {log_likelihood:.4f}, KL {kl:.1f}".format(**metrics)
-    training.say(f"test {parts} ({metrics['units']}; {metrics['series']} series)")
+    form = (
+        "ELBO {elbo:.4f} ± {standard_error:.4f}: log-likelihood {log_likelihood:.4f}, KL {kl:.1f}"
+    )
+    training.say(f"test {form.format(**metrics)}; {metrics['units']}")
     training.say(f"{'Chamfer distance':24}{'model':>9}{'copy':>9}{'floor':>9}")
     for kind, row in metrics["chamfer"].items():
         training.say(f"{kind:24}{row['model']:9.5f}{row['copy']:9.5f}{row['floor']:9.5f}")
@@ -333,68 +358,62 @@ def make_batches(args, split, world):
 def train(args):
     """One run: train, select, test, draw; the contents of its results.json."""
     world = training.connect(args)
-    tangents = 1 + DIM if args.objective == "elbo" else 1
-    sets = args.batch_size // world.size * (args.random_times or len(args.times))
-    check_memory(args, sets, 2 * tangents * sum(args.hidden))
+    check_training_memory(args, world)
     if results := training.prepare(args, world):
         training.say(f"{args.out} is complete")
         return results
     splits = load_series(args)
     training.seed(args.seed)
     model = build(args).to(world.device)
+    if args.objective == "matching":
+        x = splits.train.draw(np.arange(min(len(splits.train), 500)))[0]
+        model.decoder.standardise(torch.from_numpy(x).to(world.device))
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     steps, schedule = data.steps(splits.train, args.batch_size), SCHEDULES[args.schedule]
-    run = training.Run(args, world, model, optimizer, schedule, steps, ema=args.ema)
+    settings = {"ema": args.ema, "every": -(-EVALUATE_STEPS // steps)}
+    run = training.Run(args, world, model, optimizer, schedule, steps, **settings)
     valid = some(splits.valid, args.valid_series)
 
     def evaluate(model):
         metrics = measure_elbo(model, valid, args, world)
-        return {f"valid_{name}": value for name, value in metrics.items()}
+        return {f"valid_{name}": metrics[name] for name in ("elbo", "log_likelihood", "kl")}
 
     batches = make_batches(args, splits.train, world)
     run.fit(make_loss(args, splits.train), batches, evaluate, best="valid_elbo")
     metrics = test_metrics(model, splits.test, args, world)
     results = run.finish(metrics, parameters=sum(p.numel() for p in model.parameters()))
     if world.rank == 0:
-        draw_curves(Path(args.out), args)
-        draw_run(Path(args.out), args, model, splits.test, generator(args, world))
+        draw_curves(Path(args.out), args.objective)
+        draw_samples(Path(args.out), args, model, generator(args, world))
+        draw_reconstructions(Path(args.out), args, model, splits.test, generator(args, world))
     return results
 
 
 # --------------------------------------------------------------------------------------- pictures
 def frame(t, trained):
     """The paper's boxes: red between trained times, green beyond, none at them."""
-    if t in trained:
-        return None
-    return "red" if trained[0] < t < trained[-1] else "green"
+    return {"reconstruction": None, "interpolation": "red"}.get(kind_of(t, trained), "green")
 
 
 def window(*sets):
-    """(−a, a) that holds all points but a thousandth."""
+    """(−a, a) that holds all points but a hundredth, with room."""
     size = np.concatenate([np.abs(s).ravel() for s in sets])
-    a = 1.05 * float(np.nanquantile(size, 0.999)) or 1.0
+    a = 1.2 * float(np.nanquantile(size, 0.99)) or 1.0
     return (-a, a)
 
 
-def there(points):
-    """The points (n, d) that exist."""
-    return points[~np.isnan(points).any(-1)]
-
-
-def draw_rows(path, rows, trained, title, plain=()):
-    """Rows (label, times, sets (T, n, d)), boxed but for those numbered in `plain`, in grey."""
-    import pictures  # only where it draws
-
-    times = [[f"t = {t:g}" for t in row[1]] for row in rows]
-    same = all(t == times[0] for t in times)
-    frames = [[None if i in plain else frame(t, trained) for t in r[1]] for i, r in enumerate(rows)]
+def draw_rows(path, rows, trained, title):
+    """Rows (label, times, sets (T, n, d)): of the model, in boxes, if the label is not in grey."""
+    titles = [[f"t = {t:.4g}" for t in times] for _, times, _ in rows]
+    grey = [label in ("true", "given") for label, _, _ in rows]
+    frames = [[None if g else frame(t, trained) for t in row[1]] for g, row in zip(grey, rows)]
     picture = pictures.point_grid(
-        [[there(x) for x in sets] for _, _, sets in rows],
-        titles=times[0] if same else times,
+        [[x[~np.isnan(x).any(-1)] for x in sets] for _, _, sets in rows],
+        titles=titles[0] if all(t == titles[0] for t in titles) else titles,
         row_labels=[label for label, _, _ in rows],
         frames=frames,
         title=title,
-        colours=["grey" if i in plain else "blue" for i in range(len(rows))],
+        colours=["grey" if g else "blue" for g in grey],
         limits=window(*(sets for _, _, sets in rows)),
     )
     pictures.write_png(path, picture)
@@ -402,74 +421,67 @@ def draw_rows(path, rows, trained, title, plain=()):
 
 def draw_moving(path, x, times, trained, title, across=6):
     """An animation of series x (B, T, n, d): a frame for each time."""
-    import pictures
-
     limits, images = window(x), []
     for k, t in enumerate(times):
         rows = [list(x[i : i + across, k]) for i in range(0, len(x), across)]
         frames = [[frame(t, trained)] * len(row) for row in rows]
         head = f"{title}, t = {t:.2f}"
         images.append(pictures.point_grid(rows, frames=frames, title=head, limits=limits))
-    hold = [0.1] * (len(images) - 1) + [1.0]
-    pictures.write_apng(path, images, hold)
+    pictures.write_apng(path, images, [0.1] * (len(images) - 1) + [1.0])
 
 
-def draw_curves(out, args):
-    """curves.png: ELBO, loss and KL, one above the other."""
-    import pictures
-
+def draw_curves(out, objective):
+    """curves.png: ELBO, KL and loss, one above the other."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
     def line(name):
-        pairs = [(row["epoch"], row[name]) for row in lines if row[name] is not None]
-        return tuple(zip(*pairs))
+        return tuple(zip(*[(row["step"], row[name]) for row in lines if row[name] is not None]))
 
-    panels = [
-        ({"ELBO": line("valid_elbo"), "log-likelihood": line("valid_log_likelihood")},
-         "nats per point", "held-out series, in pixels"),
-        ({"KL": line("valid_kl")}, "nats per series", "held-out series"),
-        ({"loss": line("loss")}, args.objective, "training"),
-    ]  # fmt: skip
-    kind = {"size": (720, 260), "x_label": "epoch"}
-    images = [pictures.curves(s, y_label=y, title=name, **kind) for s, y, name in panels]
+    held = {"ELBO": line("valid_elbo"), "log-likelihood": line("valid_log_likelihood")}
+    panels = [(held, "nats per point", "held-out series, in pixels")]
+    panels += [({"KL": line("valid_kl")}, "nats per series", "held-out series")]
+    panels += [({"loss": line("loss")}, objective, f"training by --objective {objective}")]
+    images = [pictures.curves(s, "step", y, title, size=(720, 260)) for s, y, title in panels]
     pictures.write_png(out / "curves.png", np.concatenate(images))
 
 
-@torch.no_grad()
-def draw_run(out, args, model, split, draws):
-    """samples.png, moving.png, reconstructions.png and latent.png."""
+def draw_samples(out, args, model, draws):
+    """samples.png and moving.png: series from the prior."""
     trained, at = args.times, test_times(args.times)
     z0 = torch.randn(12, args.latent, device=draws.device, generator=draws)
     x = decode(model, z0[:6], at, args.points, draws).cpu().numpy()
+    rows = [(str(i + 1), at, sets) for i, sets in enumerate(x)]
     title = "samples; red: between trained times, green: beyond"
-    draw_rows(out / "samples.png", [(str(i + 1), at, s) for i, s in enumerate(x)], trained, title)
-    fine = np.linspace(trained[0], trained[-1] + 0.5, 31).tolist()
+    draw_rows(out / "samples.png", rows, trained, title)
+    fine = np.linspace(trained[0], trained[-1] + 0.5, 31).round(9).tolist()
     x = decode(model, z0, fine, args.points, draws).cpu().numpy()
     draw_moving(out / "moving.png", x, fine, trained, "samples")
 
-    picks = [
-        int(np.flatnonzero(split.labels[split.index] == k)[0]) for k in range(len(split.classes))
-    ]
-    truth, _, _ = at_times(split, at).draw(np.array(picks[:4]))
-    seen = torch.from_numpy(truth[:, [at.index(t) for t in trained]]).to(draws.device)
-    z0 = model.encode(seen, torch.tensor(trained)).mean
-    x = decode(model, z0, at, args.points, draws).cpu().numpy()
-    rows = [row for k in range(len(x)) for row in (("true", at, truth[k]), ("model", at, x[k]))]
-    title = "reconstructions of test series from their sets without a box"
-    plain = range(0, len(rows), 2)
-    draw_rows(out / "reconstructions.png", rows, trained, title, plain)
 
+@torch.no_grad()
+def draw_reconstructions(out, args, model, split, draws):
+    """reconstructions.png and latent.png: of the first test series of four classes."""
+    trained, at = args.times, test_times(args.times)
+    _, first = np.unique(split.labels[split.index], return_index=True)
+    truth = at_times(split, at).draw(first[spread(len(first), 4)])[0]
+    x = torch.from_numpy(truth[:, [at.index(t) for t in trained]]).to(draws.device)
+    z0 = model.encode(x, torch.tensor(trained, dtype=torch.float64)).mean
+    x = decode(model, z0, at, args.points, draws).cpu().numpy()
+    pairs = [(("true", at, a), ("model", at, b)) for a, b in zip(truth, x)]
+    title = "test series, and what the model makes of their sets at times without a box"
+    draw_rows(out / "reconstructions.png", [row for pair in pairs for row in pair], trained, title)
     share = torch.linspace(0, 1, 6, device=draws.device)[:, None]
     x = decode(model, torch.lerp(z0[:1], z0[-1:], share), at, args.points, draws).cpu().numpy()
     rows = [(f"{a:.1f}", at, sets) for a, sets in zip(share[:, 0].tolist(), x)]
     rows = [("true", at, truth[0]), *rows, ("true", at, truth[-1])]
-    title = "z₀ on the line between those of two test series"
-    draw_rows(out / "latent.png", rows, trained, title, (0, len(rows) - 1))
+    draw_rows(out / "latent.png", rows, trained, "z0 on the line between those of two test series")
 
 
 # --------------------------------------------------------------------------------- finished runs
 def restore(args):
     """The best model of --load, and where it is."""
+    sets = 6 * (args.sample or 1) * len(args.times) * args.points  # the output, while it is made
+    check_memory(args, 1, 8 * max(args.hidden), sets)
     world, path = training.connect(args), Path(args.load) / "best.pt"
     state, model = training.read_checkpoint(path), build(args)
     training.load_weights(model, state, path)
@@ -480,25 +492,27 @@ def restore(args):
     return world, model.to(world.device).eval()
 
 
-def evaluate_only(args):
-    world, model = restore(args)
-    metrics = test_metrics(model, load_series(args).test, args, world)
-    show(metrics)
-    return {"test": metrics}
+def keep(args, name, x, rows, trained, title):
+    """Series x as NAME.npy, NAME.png and NAME-moving.png in --out."""
+    name = Path(args.out) / name
+    training.write(name.with_name(f"{name.name}.npy"), lambda f: np.save(f, x))
+    draw_rows(f"{name}.png", rows, trained, title)
+    moving = x if x.ndim == 4 else x[None]
+    draw_moving(f"{name}-moving.png", moving[:24], args.times, trained, title)
+    training.say(f"{name}.npy {x.shape}, {name}.png and {name}-moving.png")
+    return {"sets": x, "times": args.times, "file": f"{name}.npy"}
 
 
 def sample(args):
     """--sample: K series from the prior, at --times."""
-    check_memory(args, 1, 4 * max(args.hidden), 6 * args.sample * len(args.times) * args.points)
     world, model = restore(args)
-    draws = generator(args, world)
+    draws, pick = generator(args, world), spread(len(args.times))
     z0 = torch.randn(args.sample, args.latent, device=world.device, generator=draws)
     x = decode(model, z0, args.times, args.points, draws).cpu().numpy()
-    pick = spread(len(args.times))
     at = [args.times[k] for k in pick]
     rows = [(str(i + 1), at, sets[pick]) for i, sets in enumerate(x[:10])]
-    trained = read_config(args.load)["times"]
-    return keep(args, "sampled", x, x[:24], rows, trained, f"samples from {Path(args.load).name}")
+    name = f"samples-{args.sample}x{args.points}-seed{args.seed}"
+    return keep(args, name, x, rows, read_config(args.load)["times"], "samples")
 
 
 def reconstruct(args):
@@ -507,23 +521,23 @@ def reconstruct(args):
     at = args.at or np.linspace(0, 1, x.shape[1]).tolist()
     if len(at) != x.shape[1]:
         raise training.UsageError(f"--at has {len(at)} times for the {x.shape[1]} sets of a series")
-    check_memory(args, 1, 4 * max(args.hidden), 6 * len(x) * len(args.times) * args.points)
     world, model = restore(args)
-    here = torch.from_numpy(x).to(world.device)
-    mask = ~here.isnan().any(-1)
+    seen = torch.from_numpy(x).to(world.device)
     with torch.no_grad():
-        z0 = model.encode(here.nan_to_num(), torch.tensor(at, dtype=torch.float64), mask).mean
+        t, mask = torch.tensor(at, dtype=torch.float64), ~seen.isnan().any(-1)
+        z0 = model.encode(seen.nan_to_num(), t, mask).mean
     made = decode(model, z0, args.times, args.points, generator(args, world)).cpu().numpy()
     rows, given, pick = [], spread(len(at)), spread(len(args.times))
-    for series, sets in zip(x[:5], made[:5]):
+    for series, sets in zip(x[:5], made):
         rows.append(("given", [at[k] for k in given], series[given]))
         rows.append(("model", [args.times[k] for k in pick], sets[pick]))
-    title = f"{Path(args.reconstruct).name}; red: between given times, green: beyond"
-    return keep(args, "reconstructed", made[0] if one else made, made[:24], rows, at, title)
+    name = f"{Path(args.reconstruct).stem}-reconstructed"
+    title = "given series, and what the model makes of it"
+    return keep(args, name, made[0] if one else made, rows, at, title)
 
 
 def read_series(path):
-    """Series (B, T, n, 2) in a file, NaN where there is no point, and whether it has no axis B."""
+    """Series (B, T, n, 2) in a file, NaN where there is no point; and whether axis B was added."""
 
     def wrong(why):
         return training.UsageError(f"--reconstruct {path}: {why}")
@@ -531,55 +545,33 @@ def read_series(path):
     try:
         x = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as e:
-        raise wrong(str(e).splitlines()[0] if str(e) else "empty") from None
+        raise wrong(str(e).partition("\n")[0] or "empty") from None
     if not isinstance(x, np.ndarray) or x.dtype.kind not in "fiu":
         raise wrong("not one array of numbers")
-    one, x = x.ndim == 3, (x[None] if x.ndim == 3 else x).astype(np.float32)
-    if x.ndim != 4 or x.shape[-1] != DIM or not x.size:
-        shape = x.shape[1:] if one else x.shape
-        raise wrong(f"shape {shape}, not (T, n, {DIM}) or (B, T, n, {DIM})")
-    gone = np.isnan(x)
-    if np.isinf(x).any() or (gone.any(-1) != gone.all(-1)).any():
-        at = np.argwhere(np.isinf(x).any(-1) | (gone.any(-1) != gone.all(-1)))[0]
-        raise wrong(f"point {at[one:].tolist()} is infinite, or only partly NaN")
-    if (empty := gone.all((-2, -1))).any():
-        raise wrong(f"set {np.argwhere(empty)[0][one:].tolist()} has no points")
-    return x, one
+    if x.ndim not in (3, 4) or x.shape[-1] != DIM or not x.size:
+        raise wrong(f"shape {x.shape}, not (T, n, {DIM}) or (B, T, n, {DIM})")
+    odd = np.isinf(x).any(-1) | (np.isnan(x).any(-1) != np.isnan(x).all(-1))
+    if odd.any():
+        raise wrong(f"point {np.argwhere(odd)[0].tolist()} is infinite, or partly NaN")
+    if (empty := np.isnan(x).all((-2, -1))).any():
+        raise wrong(f"set {np.argwhere(empty)[0].tolist()} has no points")
+    return (x[None] if x.ndim == 3 else x).astype(np.float32), x.ndim == 3
 
 
-def spread(count, most=11):
-    """At most so many of `count` positions, evenly spaced, the first and last among them."""
-    return np.linspace(0, count - 1, min(count, most)).round().astype(int)
-
-
-def keep(args, name, array, moving, rows, trained, title):
-    """NAME.npy, NAME.png and NAME-moving.png in --out."""
-    out = Path(args.out)
-    training.write(out / f"{name}.npy", lambda f: np.save(f, array))
-    draw_rows(
-        out / f"{name}.png",
-        rows,
-        trained,
-        title,
-        [i for i, r in enumerate(rows) if r[0] == "given"],
-    )
-    draw_moving(out / f"{name}-moving.png", moving, args.times, trained, title)
-    files = [str(out / f"{name}{end}") for end in (".npy", ".png", "-moving.png")]
-    training.say(f"{array.shape} in {', '.join(files)}")
-    return {"files": files, "times": args.times}
+def evaluate_only(args):
+    world, model = restore(args)
+    return {"test": test_metrics(model, load_series(args).test, args, world)}
 
 
 def main(argv=None):
     """The results, also printed: of a run, or of what is made from one."""
     args = parse(argv)
     try:
-        if args.evaluate:
-            return evaluate_only(args)
         if args.sample:
             return sample(args)
         if args.reconstruct is not None:
             return reconstruct(args)
-        results = train(args)
+        results = evaluate_only(args) if args.evaluate else train(args)
     except SolverError as e:
         raise training.TrainingError(f"{e}; checkpoints are in {args.out}") from None
     show(results["test"])
