@@ -1,0 +1,528 @@
+"""train_temporal.py as people use it: the command line, on a few of the built-in digits."""
+
+import json
+import math
+import os
+import re
+import signal
+import struct
+import zlib
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import data
+import train_temporal
+import training
+from exnode import TemporalSetVAE
+from metrics import chamfer
+from pictures import COLOURS
+
+TINY = ["--points", "6", "--times", "0,0.5,1", "--category", "1", "--hidden", "32,32"]
+TINY += ["--latent", "2", "--lr", "1e-2", "--valid-series", "16", "--test-series", "16"]
+MATCHING = [*TINY, "--objective", "matching", "--random-times", "2", "--ema", "0.8"]
+MATCHING += ["--batch-size", "16", "--epochs", "8"]
+ELBO = [*TINY, "--trace", "exact", "--gradient", "checkpoint", "--batch-size", "16"]
+ELBO += ["--epochs", "3"]
+LOAD_SERIES = train_temporal.load_series
+
+
+def few_series(args):
+    splits = LOAD_SERIES(args)
+    few = {"train": 64, "valid": 32, "test": 48}
+    return splits._replace(**{k: train_temporal.some(getattr(splits, k), few[k]) for k in few})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few():
+    """Epochs of four steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_temporal, "load_series", few_series)
+        yield
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """For each objective, a run that nothing interrupts, and its results."""
+    out = tmp_path_factory.mktemp("temporal")
+    found = {}
+    for name, options in (("matching", MATCHING), ("elbo", ELBO)):
+        found[name] = out / name, train_temporal.main([*options, "--out", str(out / name)])
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(runs):
+    return runs["matching"][0]
+
+
+def run_here(capsys, *options):
+    """Exit code and what was written to stderr, without a process of its own."""
+    capsys.readouterr()
+    main = train_temporal.main
+    try:
+        code = training.command(lambda: main(list(map(str, options))), (data.DataError,))
+    except SystemExit as e:
+        code = e.code
+    return code, capsys.readouterr().err
+
+
+def lines(out):
+    parsed = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in parsed]
+
+
+def read_png(path):
+    """Pixels (h, w, 3) of the first frame and the number of frames, all checksums verified."""
+    content, at, found = path.read_bytes(), 8, {}
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    while at < len(content):
+        size, kind = struct.unpack(">I4s", content[at : at + 8])
+        body, crc = content[at + 8 : at + 8 + size], content[at + 8 + size : at + 12 + size]
+        assert struct.unpack(">I", crc) == (zlib.crc32(kind + body),)
+        found.setdefault(kind, []).append(body)
+        at += 12 + size
+    assert found[b"IEND"] == [b""]
+    w, h = struct.unpack(">II", found[b"IHDR"][0][:8])
+    rows = np.frombuffer(zlib.decompress(found[b"IDAT"][0]), np.uint8).reshape(h, 1 + 3 * w)
+    return rows[:, 1:].reshape(h, w, 3), 1 + len(found.get(b"fdAT", []))
+
+
+def has(pixels, colour):
+    return (pixels == COLOURS[colour]).all(-1).sum() > 100
+
+
+def some_args(*options):
+    return train_temporal.parse([*TINY, "--batch-size", "16", *options])
+
+
+WORLD = SimpleNamespace(device=torch.device("cpu"), rank=0, size=1, sum=lambda x: x)
+
+
+# ------------------------------------------------------------------------------- a whole run
+@pytest.mark.parametrize("objective", ["matching", "elbo"])
+def test_each_objective_improves_the_elbo_and_leaves_all_files(runs, objective):
+    out, results = runs[objective]
+    names = {"config.json", "metrics.jsonl", "last.pt", "best.pt", "results.json"}
+    names |= {"samples.png", "moving.png", "reconstructions.png", "latent.png", "curves.png"}
+    assert {p.name for p in out.iterdir()} == names
+    first, last = lines(out)[0], lines(out)[-1]
+    assert last["valid_elbo"] > first["valid_elbo"] + 0.05
+    assert results["best"] == last["valid_elbo"]
+    assert results == json.loads((out / "results.json").read_text())
+
+
+def test_the_results_hold_the_elbo_in_parts_and_distances_at_every_kind_of_time(runs):
+    test = runs["matching"][1]["test"]
+    points = 3 * 6
+    assert test["elbo"] == pytest.approx(test["log_likelihood"] - test["kl"] / points)
+    assert test["kl"] > 0
+    assert 0 < test["standard_error"] < 1
+    assert [row["t"] for row in test["at_times"]] == [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5]
+    kinds = ["reconstruction", "interpolation", "extrapolation to 1.25", "extrapolation to 1.5"]
+    assert list(test["chamfer"]) == kinds
+    between = [row["copy"] for row in test["at_times"] if row["kind"] == "interpolation"]
+    assert test["chamfer"]["interpolation"]["copy"] == pytest.approx(sum(between) / 2)
+
+
+def test_pictures_are_whole_and_boxed_by_kind_of_time(run):
+    for name in ("samples", "reconstructions", "latent", "curves"):
+        pixels, frames = read_png(run / f"{name}.png")
+        assert frames == 1
+        assert min(pixels.shape[:2]) > 200
+        assert has(pixels, "blue")
+        assert has(pixels, "red") == has(pixels, "green") == (name != "curves")
+        assert has(pixels, "grey") == (name in ("reconstructions", "latent"))
+    pixels, frames = read_png(run / "moving.png")
+    assert frames == 31
+    assert not has(pixels, "red")  # the first frame is of a trained time
+
+
+def test_a_run_stopped_by_a_signal_resumes_to_the_same_numbers(runs, tmp_path, capsys, monkeypatch):
+    reference, results = runs["matching"]
+    make, calls = train_temporal.make_loss, []
+
+    def stopping(args, split):
+        loss = make(args, split)
+
+        def counted(model, batch):
+            calls.append(1)
+            if len(calls) == 6:  # within the second epoch
+                os.kill(os.getpid(), signal.SIGTERM)
+            return loss(model, batch)
+
+        return counted
+
+    monkeypatch.setattr(train_temporal, "make_loss", stopping)
+    code, err = run_here(capsys, *MATCHING, "--out", tmp_path / "run")
+    assert code == 130, err
+    assert training.read_checkpoint(tmp_path / "run" / "last.pt")["step"] == 6
+    again = train_temporal.main([*MATCHING, "--out", str(tmp_path / "run"), "--resume"])
+    assert again["test"] == results["test"]
+    assert lines(tmp_path / "run") == lines(reference)
+    ends = [training.read_checkpoint(out / "last.pt") for out in (tmp_path / "run", reference)]
+    assert all(torch.equal(ends[0]["model"][name], v) for name, v in ends[1]["model"].items())
+
+
+def test_a_loss_that_explodes_exits_with_1_and_names_the_checkpoint(tmp_path, capsys):
+    code, err = run_here(capsys, *MATCHING, "--lr", "1e30", "--out", tmp_path / "run")
+    assert code == 1
+    assert err.rstrip().endswith(f"is {tmp_path / 'run' / 'last.pt'}")
+
+
+# ------------------------------------------------------------------------------- the measures
+def small_model(**settings):
+    """A model in float64 with one latent number that matters."""
+    model = TemporalSetVAE(2, 1, hidden=(6, 6), trace="exact", **settings).double().eval()
+    with torch.no_grad():
+        for p in (*model.decoder.parameters(), *model.dynamics.parameters()):
+            p.mul_(2)
+        model.mean[-1].bias.fill_(0.7)
+        model.log_std[-1].bias.fill_(0.1)
+    return model
+
+
+@torch.no_grad()
+def test_the_elbo_is_below_log_p_which_many_samples_and_a_grid_agree_on():
+    model = small_model(rtol=1e-5, atol=1e-5)
+    x, t = torch.randn(1, 2, 3, 2, dtype=torch.float64), torch.tensor([0.0, 0.6])
+
+    def log_p_given(z0):  # (K, 1) → (K,)
+        here = x.expand(len(z0), -1, -1, -1)
+        return model.decoder.log_prob(here, context=model.latents(z0, t)).sum(-1)
+
+    grid = torch.linspace(-7, 7, 701, dtype=torch.float64)[:, None]
+    prior, q = torch.distributions.Normal(0.0, 1.0), model.encode(x, t)
+    joint = log_p_given(grid) + prior.log_prob(grid[:, 0])
+    log_p = (joint.logsumexp(0) + math.log(0.02)).item()
+
+    z0 = q.mean + q.std * torch.randn(1500, 1, dtype=torch.float64)
+    proposal = torch.distributions.Normal(q.mean[0, 0], q.std[0, 0])
+    weights = log_p_given(z0) + (prior.log_prob(z0) - proposal.log_prob(z0))[:, 0]
+    estimate = (weights.logsumexp(0) - math.log(1500)).item()
+    error = (weights - estimate).exp().std().item() / 1500**0.5
+    assert error < 0.05
+    assert estimate == pytest.approx(log_p, abs=4 * error)
+
+    density = proposal.log_prob(grid[:, 0]).exp() * 0.02  # the ELBO by the same grid
+    elbo = (density * (joint - proposal.log_prob(grid[:, 0]))).sum().item()
+    assert elbo < log_p - 0.01
+    parts = train_temporal.exact_elbo(model, x.expand(1500, -1, -1, -1), t, None)
+    draws = parts[0] - parts[1]
+    assert draws.mean().item() == pytest.approx(elbo, abs=4 * draws.std().item() / 1500**0.5)
+    assert draws.mean().item() < log_p
+
+
+def test_the_measured_elbo_has_no_noise_of_the_trace_whatever_training_has():
+    model = small_model()
+    x, t = torch.randn(3, 2, 4, 2, dtype=torch.float64), torch.tensor([0.0, 0.5])
+
+    def measure(seed):
+        torch.manual_seed(seed)  # of the trace's noise, if there were any
+        return train_temporal.exact_elbo(model, x, t, torch.Generator().manual_seed(0))
+
+    exact = measure(1)
+    model.decoder.trace = "hutchinson"
+    assert all(map(torch.equal, exact, measure(2)))
+    assert model.decoder.trace == "hutchinson"
+
+
+def test_the_elbo_is_per_point_in_pixels():
+    """A decoder that moves nothing has N(0, I) in units of 14 pixels, and a KL of 0."""
+    args = some_args()
+    model, split = train_temporal.build(args).eval(), few_series(args).valid
+    with torch.no_grad():
+        for p in (*model.decoder.parameters(), *model.mean.parameters()):
+            p.zero_()
+        for p in model.log_std.parameters():
+            p.zero_()
+    found = train_temporal.measure_elbo(model, split, args, WORLD)
+    x = split.draw(np.arange(len(split)))[0].astype(np.float64)
+    expected = -math.log(2 * math.pi) - (x**2).sum(-1).mean() / 2 - 2 * math.log(14)
+    assert found["elbo"] == pytest.approx(expected, abs=1e-5)
+    assert found["log_likelihood"] == pytest.approx(expected, abs=1e-5)
+    assert found["kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_true_sets_at_other_times_are_the_same_digits_turned_and_drawn_anew():
+    split = few_series(some_args("--points", "64")).test
+    x = train_temporal.at_times(split, [0, 0, 0.3]).draw(np.arange(20))[0]
+    first, second, turned = (torch.from_numpy(x[:, k]) for k in range(3))
+    back = torch.from_numpy(data.rotate_clockwise(x[:, 2:], np.array([-0.3 * np.pi]))[:, 0])
+    assert not torch.equal(first, second)
+    floor = chamfer(first, second).mean()
+    assert chamfer(first, back).mean() < 1.3 * floor
+    assert chamfer(first, turned).mean() > 3 * floor
+    assert chamfer(first, back.roll(1, 0)).mean() > 3 * floor
+
+
+def test_a_model_that_copies_scores_as_the_copy_and_near_the_floor_only_where_trained(monkeypatch):
+    args = some_args("--points", "32")
+    model, split = train_temporal.build(args).eval(), few_series(args).test
+    at, shown = train_temporal.test_times(args.times), []
+    assert at == [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5]
+
+    def copies(model, z0, times, points, generator):
+        start = len(z0) * len(shown)
+        x = train_temporal.at_times(split, args.times).draw(np.arange(start, start + len(z0)))[0]
+        shown.append(1)
+        return torch.from_numpy(x[:, [0, 0, 1, 1, 2, 2, 2]])
+
+    monkeypatch.setattr(train_temporal, "decode", copies)
+    for row in train_temporal.measure_sets(model, split, args, WORLD):
+        assert row["model"] == pytest.approx(row["copy"], rel=0.05)  # but for 0.1 pixels of noise
+        assert (row["copy"] < 1.3 * row["floor"]) == (row["kind"] == "reconstruction")
+
+
+def test_random_times_are_new_in_each_batch_and_the_same_when_resumed():
+    args = some_args("--random-times", "3", "--seed", "5")
+    split = few_series(args).train
+    batches = train_temporal.make_batches(args, split, WORLD)
+    whole, rest = list(batches(2, 0)), list(batches(2, 2))
+    assert (len(whole), len(rest)) == (4, 2)
+    for a, b in zip(whole[2:], rest):
+        assert torch.equal(a.x, b.x)
+        assert torch.equal(a.t, b.t)
+    times = torch.stack([batch.t for batch in [*whole, *batches(3, 0)]])
+    assert len(times.unique(dim=0)) == 8
+    assert (times.diff(dim=1) > 0).all()
+    assert times.min() >= 0
+    assert times.max() <= 1
+    one = train_temporal.at_times(split, whole[1].t.double().numpy())
+    there = next(data.batches(one, 16, seed=5, epoch=2, start=1))
+    torch.testing.assert_close(there.x, whole[1].x, atol=1e-5, rtol=0)
+
+
+# ------------------------------------------------------------------------------- finished runs
+def test_a_finished_run_can_be_evaluated_again(runs):
+    out, results = runs["matching"]
+    assert train_temporal.main(["--load", str(out), "--evaluate"])["test"] == results["test"]
+    other = train_temporal.main(["--load", str(out), "--evaluate", "--times", "0,0.3"])["test"]
+    assert [row["t"] for row in other["at_times"]] == [0, 0.15, 0.3, 0.55, 0.8]
+
+
+def test_samples_of_a_run_depend_on_the_seed_only_and_move_continuously(run, tmp_path):
+    def sample(seed, name):
+        options = ["--sample", "3", "--times", "0:1.5:0.25", "--points", "9", "--seed", seed]
+        out = tmp_path / name
+        found = train_temporal.main(["--load", str(run), *options, "--out", str(out)])
+        assert {p.suffix for p in out.iterdir()} == {".npy", ".png"}
+        pixels, _ = read_png(out / f"samples-3x9-seed{seed}.png")
+        assert has(pixels, "red")
+        assert has(pixels, "green")
+        _, frames = read_png(out / f"samples-3x9-seed{seed}-moving.png")
+        assert frames == 7
+        return np.load(found["file"])
+
+    a, b, c = sample("1", "a"), sample("1", "b"), sample("2", "c")
+    assert a.shape == (3, 7, 9, 2)
+    assert np.array_equal(a, b)
+    assert not np.allclose(a, c)
+    steps = np.abs(np.diff(a, axis=1)).max()
+    assert 0 < steps < np.abs(a[0] - a[1]).max()
+
+
+def test_a_person_s_own_series_may_be_ragged_and_irregular(run, tmp_path, capsys):
+    x = few_series(some_args()).test.draw(np.arange(2))[0]  # (2, 3, 6, 2)
+    padded = np.full((2, 3, 9, 2), np.nan, np.float32)
+    padded[:, :, [0, 2, 3, 5, 6, 8]] = x
+
+    def reconstruct(name, series, *options):
+        np.save(tmp_path / f"{name}.npy", series)
+        options = ["--reconstruct", tmp_path / f"{name}.npy", "--times", "0,0.5,2", *options]
+        code, err = run_here(capsys, "--load", run, "--out", tmp_path, *options)
+        assert code == 0, err
+        assert has(read_png(tmp_path / f"{name}-reconstructed.png")[0], "green")
+        return np.load(tmp_path / f"{name}-reconstructed.npy")
+
+    whole, ragged = reconstruct("whole", x), reconstruct("ragged", padded)
+    assert whole.shape == (2, 3, 6, 2)
+    np.testing.assert_allclose(ragged, whole, atol=1e-5)
+    one = reconstruct("one", x[0], "--points", "7", "--at", "0,0.5,1")
+    assert one.shape == (3, 7, 2)
+    late = reconstruct("late", x[0], "--points", "7", "--at", "0.2,0.3,1")
+    assert not np.allclose(one, late, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("series", "says"),
+    [
+        (np.zeros((3, 4, 3)), "shape"),
+        (np.zeros((3, 2)), "shape"),
+        (np.zeros((0, 4, 2)), "shape"),
+        (np.full((3, 4, 2), np.nan), "set [0] has no points"),
+        (np.where(np.arange(24).reshape(3, 4, 2) == 9, np.nan, 0), "point [1, 0] is"),
+        (np.where(np.arange(24).reshape(3, 4, 2) == 9, np.inf, 0), "point [1, 0] is"),
+        (np.full((3, 4, 2), "a"), "not one array of numbers"),
+        (np.array([None]), "pickle"),
+        (np.zeros((2, 4, 2)), "--at has 3 times for the 2 sets"),
+    ],
+)
+def test_a_wrong_series_is_one_line_and_exit_code_2(run, tmp_path, capsys, series, says):
+    np.save(tmp_path / "mine.npy", series, allow_pickle=True)
+    options = ["--reconstruct", tmp_path / "mine.npy", "--at", "0,0.5,1", "--out", tmp_path]
+    code, err = run_here(capsys, "--load", run, *options)
+    assert (code, err.count("\n")) == (2, 1)
+    assert says in err
+
+
+def test_a_file_that_is_no_array_is_one_line_and_exit_code_2(run, tmp_path, capsys):
+    (tmp_path / "text.npy").write_text("0 1 2")
+    (tmp_path / "empty.npy").write_bytes(b"")
+    np.savez(tmp_path / "several.npz", a=np.zeros(3))
+    for name in ("text.npy", "empty.npy", "several.npz", "missing.npy", "."):
+        code, err = run_here(capsys, "--load", run, "--reconstruct", tmp_path / name)
+        assert (code, err.count("\n")) == (2, 1), name
+        assert name in err
+
+
+# ------------------------------------------------------------------------------- wrong usage
+WRONG = [
+    ["--objective", "likelihood"],
+    ["--decoder", "mlp"],
+    ["--decoder", "attention", "--hidden", "6,6"],
+    ["--times", ""],
+    ["--times", "0,a"],
+    ["--times", "0,0.5,0.5"],
+    ["--times", "0.5,0"],
+    ["--times", "0,nan"],
+    ["--times", "0:1"],
+    ["--times", "0:1:0"],
+    ["--times", "1:0:0.1"],
+    ["--times", "0:1:1e-9"],
+    ["--times", "0:inf:1"],
+    ["--times", "0,1e-60"],
+    ["--random-times", "-1"],
+    ["--random-times", "2000"],
+    ["--random-times", "2", "--times", "0.5"],
+    ["--points", "0"],
+    ["--points", "1000000000"],
+    ["--latent", "0"],
+    ["--hidden", "8,zero"],
+    ["--hidden", ""],
+    ["--kl", "0.1"],
+    ["--kl", "-1", "--objective", "matching"],
+    ["--ema", "1"],
+    ["--lr", "nan"],
+    ["--gradient", "none"],
+    ["--trace", "none"],
+    ["--data", "modelnet"],
+    ["--data", "mnist", "--root", "/nowhere"],
+    ["--category", "11"],
+    ["--sample", "3"],
+    ["--evaluate"],
+    ["--reconstruct", "mine.npy"],
+    ["--at", "0,1"],
+    ["--load", "/nowhere"],
+    ["--load", "/nowhere", "--evaluate"],
+    ["--out", "/proc/run"],
+    ["--unknown"],
+]
+
+
+@pytest.mark.parametrize("options", WRONG, ids=" ".join)
+def test_a_wrong_option_is_one_line_and_exit_code_2(options, tmp_path, capsys):
+    out = [] if "--out" in options else ["--out", tmp_path / "run"]
+    code, err = run_here(capsys, *out, *options)
+    assert (code, err.count("\n")) == (2, 1)
+    assert not (tmp_path / "run" / "last.pt").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--sample", "2", "--evaluate"],
+        ["--sample", "0"],
+        ["--sample", "2", "--at", "0,1"],
+        ["--sample", "2", "--lr", "0.1"],
+        ["--sample", "2", "--random-times", "4"],
+        ["--sample", "2", "--resume"],
+        ["--sample", "2", "--latent", "3"],
+        ["--sample", "2", "--decoder", "attention"],
+        ["--sample", "2", "--points", "100000000000"],
+        ["--sample", "2", "--out", "/proc/run"],
+    ],
+    ids=" ".join,
+)
+def test_what_contradicts_a_finished_run_is_one_line_and_exit_code_2(run, capsys, options):
+    code, err = run_here(capsys, "--load", run, *options)
+    assert (code, err.count("\n")) == (2, 1)
+
+
+def test_a_damaged_run_or_one_of_another_script_is_one_line_and_exit_code_2(run, tmp_path, capsys):
+    (tmp_path / "config.json").write_text((run / "config.json").read_text())
+    whole = (run / "best.pt").read_bytes()
+    for content in (whole[:5000], whole[: len(whole) // 2], b""):
+        (tmp_path / "best.pt").write_bytes(content)
+        code, err = run_here(capsys, "--load", tmp_path, "--sample", "1")
+        assert (code, err.count("\n")) == (2, 1)
+        assert "damaged" in err
+    for config in ('{"model": "deepsets", "points": 100}', "[]", "{"):
+        (tmp_path / "config.json").write_text(config)
+        code, err = run_here(capsys, "--load", tmp_path, "--sample", "1")
+        assert (code, err.count("\n")) == (2, 1)
+        assert str(tmp_path) in err
+
+
+def test_a_second_run_into_the_same_directory_is_refused(run, capsys):
+    before = {p.name: p.read_bytes() for p in run.iterdir()}
+    code, err = run_here(capsys, *MATCHING, "--out", run)
+    assert (code, err.count("\n")) == (2, 1)
+    code, err = run_here(capsys, *MATCHING, "--out", run, "--resume", "--times", "0,0.5")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "times [0.0, 0.5, 1.0] → [0.0, 0.5]" in err
+    assert before == {p.name: p.read_bytes() for p in run.iterdir()}
+
+
+# ------------------------------------------------------------------------------- options
+def test_times_are_a_list_or_a_range_with_its_end():
+    assert train_temporal.times("0,.25,1.5") == [0, 0.25, 1.5]
+    assert train_temporal.times("0:1.5:0.5") == [0, 0.5, 1, 1.5]
+    fine = train_temporal.times("0:1.5:0.05")
+    assert (len(fine), fine[3], fine[5], fine[-1]) == (31, 0.15, 0.25, 1.5)
+    assert train_temporal.times("0:1:0.3") == [0, 0.3, 0.6, 0.9]
+    assert train_temporal.times("2:2:1") == [2]
+
+
+def test_the_defaults_are_the_paper_s_recipe():
+    args = train_temporal.parse([])
+    assert args.times == [0, 0.25, 0.5, 0.75, 1]
+    assert (args.points, args.latent, args.batch_size, args.epochs) == (64, 128, 128, 100)
+    assert (args.objective, args.decoder, args.lr) == ("elbo", "concatsquash", 1e-3)
+    rate = train_temporal.SCHEDULES[args.schedule]
+    assert [rate(epoch / 100) for epoch in (0, 49, 50, 99)] == [1, 1, 0.5, 0.5]
+    model = train_temporal.build(args)
+    settings = {"method": "dopri5", "rtol": 1e-3, "atol": 1e-4, "options": None}
+    assert model.decoder.blocks[0].settings == settings
+    assert model.solver == {**settings, "gradient": "adjoint"}
+    sizes = [tuple(p.shape) for p in model.decoder.parameters() if p.dim() == 2][::3]
+    assert sizes == [(512, 2), (512, 512), (512, 512), (2, 512)]
+
+
+def test_an_attention_decoder_can_be_evaluated_and_trained_by_either_objective():
+    for objective in ("elbo", "matching"):
+        args = some_args("--decoder", "attention", "--objective", objective)
+        split = replace(few_series(args).train, points=3)
+        model = train_temporal.build(args)
+        batch = next(data.batches(split, 4))
+        loss = train_temporal.make_loss(args, split)(model, batch)
+        loss.backward()
+        moved = [p.grad.abs().sum() > 0 for p in model.decoder.parameters() if p.grad is not None]
+        assert any(moved)
+        train_temporal.exact_elbo(model.eval(), batch.x, batch.t, None)
+
+
+def test_help_names_every_option_with_its_default(capsys):
+    with pytest.raises(SystemExit) as e:
+        train_temporal.parse(["--help"])
+    assert e.value.code == 0
+    text = re.sub(r"\s+", " ", capsys.readouterr().out)
+    options = [f"--{name.replace('_', '-')}" for name in vars(train_temporal.parse([]))]
+    assert len(options) == 30
+    for option in options:
+        after = text[text.rindex(f" {option} ") :]
+        assert re.match(r" --[^()]*(\([^)]*\)[^()]*)*\(default: ", after), option
