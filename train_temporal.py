@@ -29,7 +29,8 @@ Departures from the paper
 - `--objective matching` regresses the decoder on straight paths, in units of the data's deviation,
   instead of solving it: error per coordinate + --kl · KL / coordinates of a series. Were noise and
   points paired at random, 4.6 · error would be −log p + const (exnode.schedule), and 0.2 the ELBO's
-  own weight. Noise assigned to near points leaves less to explain; 0.05 keeps the posterior alive.
+  own weight. Noise assigned to near points leaves less to explain: after 375 steps on the built-in
+  digits (one seed, 32 points) the KL was 19 nats and rising with 0.043, 4.5 and falling with 0.22.
 - In pictures and files a point keeps its base point y over time (Eq. 13 draws y anew at each time),
   so that it moves continuously; the distribution of the set at each time is the same.
 - "Halved every 50 epochs" is "after half the run", so that any budget has all of it.

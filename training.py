@@ -49,6 +49,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from muon import Muon
 
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None
+
 FORMAT = "exnode checkpoint 1"
 OPTIMIZERS = {"adam": torch.optim.Adam, "muon": Muon}
 SAVE_SECONDS = 300  # between checkpoints within an epoch
@@ -417,7 +422,7 @@ class Run:
         objective = Objective(self.model, loss)
         if self.world.size > 1:
             objective = DistributedDataParallel(objective)
-        with self.signals():
+        with self.alone(), self.signals():
             while self.step < self.total or self.evaluated < self.step:
                 epoch, start = divmod(self.step, self.steps)
                 due = start == 0 and epoch % self.every == 0
@@ -542,6 +547,23 @@ class Run:
         text += f", loss {self.losses[0] / self.losses[1]:.4f}, {rate:.2f} steps/s"
         left = f"{int(left) // 3600}:{int(left) // 60 % 60:02}:{int(left) % 60:02}"
         say(f"{text}, {left} left", end="\r" if terminal else "\n")
+
+    @contextlib.contextmanager
+    def alone(self):
+        """Two processes must not train in one directory, each overwriting the other's files."""
+        path = self.out / ".lock"
+        if fcntl is None or self.world.rank:
+            yield
+            return
+        with open(path, "w") as f:
+            try:
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UsageError(f"--out {self.out}: another process trains there") from None
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def signals(self):

@@ -152,6 +152,22 @@ def test_the_average_follows_the_weights_at_once_and_then_ever_more_slowly(tmp_p
     assert (last - wanted).abs().max() > 1e-4
 
 
+def test_two_processes_cannot_train_in_one_directory(tmp_path):
+    first, second = toy(tmp_path), toy(tmp_path, resume=True)
+
+    def loss(model, batch):
+        if first.step == 7:
+            before = (tmp_path / "last.pt").read_bytes()
+            with pytest.raises(training.UsageError, match="another process trains there"):
+                fit(second)
+            assert (tmp_path / "last.pt").read_bytes() == before
+        return toy_loss(model, batch)
+
+    fit(first, loss)
+    assert not (tmp_path / ".lock").exists()
+    fit(toy(tmp_path / "again"))
+
+
 def test_a_second_run_or_one_with_other_options_leaves_the_directory_as_it_was(tmp_path):
     fit(toy(tmp_path))
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
