@@ -290,7 +290,7 @@ def read_checkpoint(path):
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UsageError(f"{path}: no such checkpoint") from None
-    except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as e:
+    except (OSError, EOFError, LookupError, RuntimeError, ValueError, pickle.UnpicklingError) as e:
         reason = f"{type(e).__name__}: {e}".splitlines()[0][:120]
         raise UsageError(f"{path}: damaged, or no checkpoint of ours ({reason})") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:

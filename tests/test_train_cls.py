@@ -1,44 +1,22 @@
 """train_cls.py as people use it: the command line, on the built-in shapes."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
+from scripts import call, check_help, lines, start
 
-import data
 import train_cls
 import training
 
-ROOT = Path(__file__).parent.parent
-ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 SMALL = ["--model", "deepsets", "--points", "6", "--batch-size", "450", "--epochs", "2"]
 
 
-def script(*options, launcher=(), **settings):
-    command = [sys.executable, *launcher, str(ROOT / "train_cls.py"), *map(str, options)]
-    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, env=ENV, **pipes, **settings)
-
-
-def run_here(capsys, *options):
-    """Exit code and what was written to stderr, without a process of its own."""
-    try:
-        code = training.command(lambda: train_cls.main(list(map(str, options))), (data.DataError,))
-    except SystemExit as e:
-        code = e.code
-    return code, capsys.readouterr().err
-
-
-def lines(out):
-    parsed = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "seconds"} for line in parsed]
+script, run_here = partial(start, "train_cls.py"), partial(call, train_cls)
 
 
 @pytest.fixture(scope="module")
@@ -214,12 +192,4 @@ def test_a_second_run_into_the_same_directory_is_refused(whole, capsys):
 
 
 def test_help_names_every_option_with_its_default(capsys):
-    with pytest.raises(SystemExit) as e:
-        train_cls.parse(["--help"])
-    assert e.value.code == 0
-    text = re.sub(r"\s+", " ", capsys.readouterr().out)
-    options = [f"--{name.replace('_', '-')}" for name in vars(train_cls.parse([]))]
-    assert len(options) == 18
-    for option in options:
-        after = text[text.rindex(f" {option} ") :]
-        assert re.match(r" --[^()]*(\([^)]*\)[^()]*)?\(default: ", after), option
+    check_help(train_cls, capsys, 20)

@@ -1,69 +1,26 @@
 """train_flow.py as people use it: the command line, on the built-in digits."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from scripts import call, check_help, lines, start
 
 import data
 import train_flow
 import training
 
-ROOT = Path(__file__).parent.parent
-ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 TINY = ["--points", "5", "--blocks", "2", "--hidden", "16,16", "--heads", "2"]
-TINY += [
-    "--batch-size",
-    "270",
-    "--time",
-    "--test-sets",
-    "20",
-    "--epochs",
-    "2",
-    "--lr",
-    "2e-2",
-    "--schedule",
-    "cosine",
-]
-MATCHING = [
-    *TINY,
-    "--objective",
-    "matching",
-    "--ema",
-    "0.8",
-    "--tolerance",
-    "1e-4",
-    "--epochs",
-    "5",
-]
+TINY += ["--time", "--batch-size", "270", "--epochs", "2", "--lr", "2e-2", "--test-sets", "20"]
+TINY += ["--schedule", "cosine"]
+MATCHING = [*TINY, "--objective", "matching", "--ema", "0.8", "--tolerance", "1e-4"]
+MATCHING += ["--epochs", "5"]
 LIKELIHOOD = [*TINY, "--gradient", "checkpoint", "--optimizer", "muon", "--method", "rk4"]
-
-
-def script(*options, launcher=()):
-    command = [sys.executable, *launcher, str(ROOT / "train_flow.py"), *map(str, options)]
-    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, env=ENV, **pipes)
-
-
-def run_here(capsys, *options):
-    """Exit code and what was written to stderr, without a process of its own."""
-    try:
-        code = training.command(lambda: train_flow.main(list(map(str, options))), (data.DataError,))
-    except SystemExit as e:
-        code = e.code
-    return code, capsys.readouterr().err
-
-
-def lines(out):
-    parsed = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "seconds"} for line in parsed]
+script, run_here = partial(start, "train_flow.py"), partial(call, train_flow)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -250,14 +207,5 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
         assert words.lower() in err.lower()
 
 
-def test_help_explains_every_option_with_its_default(capsys):
-    code, _ = run_here(capsys, "--help")
-    assert code == 0
-    with pytest.raises(SystemExit):
-        train_flow.parse(["--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    for name, value in vars(train_flow.parse([])).items():
-        option = "--" + name.replace("_", "-")
-        assert option in text
-        if value not in (None, False):
-            assert f"(default: {value})" in text
+def test_help_names_every_option_with_its_default(capsys):
+    check_help(train_flow, capsys, 35)

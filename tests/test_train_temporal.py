@@ -3,16 +3,17 @@
 import json
 import math
 import os
-import re
 import signal
 import struct
 import zlib
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from scripts import call, check_help, lines
 
 import data
 import train_temporal
@@ -28,6 +29,7 @@ MATCHING += ["--batch-size", "16", "--epochs", "8"]
 ELBO = [*TINY, "--trace", "exact", "--gradient", "checkpoint", "--batch-size", "16"]
 ELBO += ["--epochs", "3"]
 LOAD_SERIES = train_temporal.load_series
+run_here = partial(call, train_temporal)
 
 
 def few_series(args):
@@ -57,22 +59,6 @@ def runs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(runs):
     return runs["matching"][0]
-
-
-def run_here(capsys, *options):
-    """Exit code and what was written to stderr, without a process of its own."""
-    capsys.readouterr()
-    main = train_temporal.main
-    try:
-        code = training.command(lambda: main(list(map(str, options))), (data.DataError,))
-    except SystemExit as e:
-        code = e.code
-    return code, capsys.readouterr().err
-
-
-def lines(out):
-    parsed = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "seconds"} for line in parsed]
 
 
 def read_png(path):
@@ -524,12 +510,4 @@ def test_an_attention_decoder_can_be_evaluated_and_trained_by_either_objective()
 
 
 def test_help_names_every_option_with_its_default(capsys):
-    with pytest.raises(SystemExit) as e:
-        train_temporal.parse(["--help"])
-    assert e.value.code == 0
-    text = re.sub(r"\s+", " ", capsys.readouterr().out)
-    options = [f"--{name.replace('_', '-')}" for name in vars(train_temporal.parse([]))]
-    assert len(options) == 30
-    for option in options:
-        after = text[text.rindex(f" {option} ") :]
-        assert re.match(r" --[^()]*(\([^)]*\)[^()]*)*\(default: ", after), option
+    check_help(train_temporal, capsys, 30)

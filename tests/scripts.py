@@ -1,0 +1,52 @@
+"""What the tests of the three scripts share: how to run them, and what they leave behind."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import data
+import training
+
+ROOT = Path(__file__).parent.parent
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def start(name, *options, launcher=(), **settings):
+    """A process of its own."""
+    command = [sys.executable, *launcher, str(ROOT / name), *map(str, options)]
+    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=ENV, **pipes, **settings)
+
+
+def call(module, capsys, *options):
+    """Exit code and what was written to stderr, without a process of its own."""
+    capsys.readouterr()
+    try:
+        code = training.command(lambda: module.main(list(map(str, options))), (data.DataError,))
+    except SystemExit as e:
+        code = e.code
+    return code, capsys.readouterr().err
+
+
+def lines(out):
+    """metrics.jsonl, but for the times."""
+    parsed = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in parsed]
+
+
+def check_help(module, capsys, count):
+    """--help names each of so many options with its default."""
+    with pytest.raises(SystemExit) as e:
+        module.parse(["--help"])
+    assert e.value.code == 0
+    text = re.sub(r"\s+", " ", capsys.readouterr().out)
+    options = [f"--{name.replace('_', '-')}" for name in vars(module.parse([]))]
+    assert len(options) == count
+    for option in options:
+        after = text[text.rindex(f" {option} ") :]
+        assert re.match(r" --[^()]*(\([^)]*\)[^()]*)*\(default: ", after), option
