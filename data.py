@@ -45,7 +45,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -275,6 +275,11 @@ class Split:
     dim = property(lambda self: self.source.dim)
     times = property(lambda self: self.source.times)
     log_unit = property(lambda self: self.source.log_unit)  # PPLL = log p / n + log_unit
+
+    def some(self, count=None):
+        """At most so many of its sets, evenly spaced: classes may come one after the other."""
+        count = min(count or len(self), len(self))
+        return replace(self, index=self.index[np.arange(count) * len(self) // count])
 
     def draw(self, where, *, points=None, seed=0, epoch=0):
         """x, mask and label of the sets at positions `where`, as numpy arrays."""

@@ -24,10 +24,8 @@ Departures from the paper
 - Weights are selected on held-out training sets. The test sets are read once, at the end.
 """
 
-import dataclasses
 import json
 import math
-import os
 import sys
 import time
 from pathlib import Path
@@ -61,11 +59,6 @@ ONLY_WITH = {  # options that would otherwise do nothing
 MODEL_OPTIONS = ("blocks", "hidden", "heads", "field", "time")
 
 
-def widths(text):
-    """An argparse type: "128,128,128"."""
-    return [training.number(int, 1)(part) for part in text.split(",")]
-
-
 def parse(argv=None):
     parser = training.options("Model the density of sets.", "flow", epochs=1000, batch_size=128)
     add, number = parser.add_argument, training.number
@@ -82,7 +75,7 @@ def parse(argv=None):
     add("--finetune", metavar="RUN", help=help)
     add("--field", choices=FIELDS, default="attention", help="of each block")
     add("--blocks", type=number(int, 1), default=12, help="in the chain")
-    add("--hidden", type=widths, default=[128] * 3, help="widths of a field's layers")
+    add("--hidden", type=training.widths, default=[128] * 3, help="widths of a field's layers")
     add("--heads", type=number(int, 1), default=4, help="of attention")
     add("--time", action="store_true", help="fields read t; transformers always do")
     help = "None: hutchinson in training; at the end exact, or hutchinson for the transformer"
@@ -176,29 +169,13 @@ def read_run(args):
 
 
 def check_memory(args, world, points, sets=1, *, training_too=False, pairs=False):
-    """An error, before the machine chokes, if so many points at once cannot fit."""
+    """About what so many points take at once; pairs: the exact trace of attention."""
     numbers = 30 * sum(args.hidden) if training_too else 12 * max(args.hidden)  # kept per point
-    need = 4 * sets * points * numbers + 4 * 8 * pairs * points**2  # pairs: the exact trace
-    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if args.cuda:
-        have = torch.cuda.mem_get_info(world.device)[1]
-    if need > have:
-        what = f"{sets} sets of {points} points at once take about {need / 2**30:.0f} GiB"
-        raise training.UsageError(f"{what}, but there are {have / 2**30:.0f} GiB")
+    need = 4 * sets * points * numbers + 4 * 8 * pairs * points**2
+    training.check_memory(need, world, f"{sets} sets of {points} points at once")
 
 
 # -------------------------------------------------------------------------------- evaluation
-def watch(items, total, what):
-    """The items, with a line about the time left every half minute."""
-    began = shown = time.monotonic()
-    for done, item in enumerate(items):
-        yield item
-        now = time.monotonic()
-        if now - shown > 30:
-            shown, left = now, (now - began) / (done + 1) * (total - done - 1)
-            training.say(f"{what}: {done + 1} of {total}, {left:.0f} s left")
-
-
 @torch.no_grad()
 def measure_likelihood(model, split, batch_size, world, seed=0):
     """PPLL over all sets of a split, its standard error, and what solving took."""
@@ -207,7 +184,7 @@ def measure_likelihood(model, split, batch_size, world, seed=0):
     share = {"rank": world.rank, "world": world.size, "device": world.device, "workers": 1}
     batches = data.batches(split, batch_size, training=False, **share)
     total = data.steps(split, batch_size, training=False)
-    for x, mask, *_ in watch(batches, total, "likelihood"):
+    for x, mask, *_ in training.watch(batches, total, "likelihood"):
         log_p = model.log_prob(x, mask, generator=generator, stats=stats).double()
         value = log_p / (x.shape[-2] if mask is None else mask.sum(-1)) + split.log_unit
         sums += torch.stack([value.sum(), value.square().sum()])
@@ -227,12 +204,12 @@ def draw_sets(model, sets, points, seed=0, most=2**16):
     generator = torch.Generator().manual_seed(seed)  # on the CPU: the same noise on any device
     z = torch.randn(sets, points, model.dim, generator=generator).to(model.mean)
     parts = z.split(max(1, most // points))
-    return torch.cat([model.decode(part) for part in watch(parts, len(parts), "sampling")])
+    return torch.cat([model.decode(part) for part in training.watch(parts, len(parts), "sampling")])
 
 
 def measure_samples(model, split, seed, sets=SCORE_SETS):
     """Scores of generated sets against as many test sets, and the seconds each took."""
-    split, points = some(split, sets), data.span(split.points)[1]
+    split, points = split.some(sets), data.span(split.points)[1]
     sets = len(split)
     real = torch.from_numpy(split.draw(np.arange(sets))[0])
     begun = time.monotonic()
@@ -260,7 +237,7 @@ def train(args):
     settings = {"ema": args.ema, "clip": args.clip, "every": every}
     run = training.Run(args, world, model, optimizer, schedule, steps, **settings)
     share = {"rank": world.rank, "world": world.size, "device": world.device}
-    valid = some(splits.valid, -(-VALID_POINTS // points))
+    valid = splits.valid.some(-(-VALID_POINTS // points))
 
     def batches(epoch, start):
         draw = {"seed": args.seed, "epoch": epoch, "start": start, "workers": 1}
@@ -293,14 +270,8 @@ def start(args, model, train):
         model.standardise(*(None if a is None else torch.from_numpy(a) for a in (x, mask)))
 
 
-def some(split, sets):
-    """So many sets of a split, evenly spaced: its classes may come one after the other."""
-    where = np.arange(sets := min(sets or len(split), len(split))) * len(split) // sets
-    return dataclasses.replace(split, index=split.index[where])
-
-
 def measure(args, model, test, world):
-    twin, test = judge(args, model), some(test, args.test_sets)
+    twin, test = judge(args, model), test.some(args.test_sets)
     results = measure_likelihood(twin, test, args.batch_size, world)
     results |= {"trace": twin.trace, "tolerance": args.tolerance, "log_unit": test.log_unit}
     if (noise := test.noise()) is not None:
@@ -315,7 +286,8 @@ def finish(args, run, model, test):
     if run.world.rank == 0:
         out, points = Path(args.out), data.span(test.points)[1]
         draw_curves(out)
-        real = some(test, 9).draw(np.arange(min(9, len(test))))[0]
+        real = test.some(9)
+        real = real.draw(np.arange(len(real)))[0]
         draw_samples(out / "samples.png", draw_sets(model, 18, points, args.seed), real)
         draw_path(out, model, points, args.seed)
     return results

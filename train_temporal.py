@@ -38,9 +38,7 @@ Departures from the paper
 
 import argparse
 import json
-import os
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,10 +87,6 @@ def times(text):
     return values
 
 
-def widths(text):
-    return [training.number(int, 1)(w) for w in text.split(",")]
-
-
 def parse(argv=None):
     parser = training.options("Model sets over time.", "temporal", epochs=100, batch_size=128)
     add, number = parser.add_argument, training.number
@@ -106,7 +100,7 @@ def parse(argv=None):
     add("--category", help='digits, such as "1,7"; None: all')
     add("--latent", type=number(int, 1), default=128, help="numbers in z")
     help = "widths of the decoder; None: 512,512,512, or 128,128,128 with attention"
-    add("--hidden", type=widths, metavar="W,W,…", help=help)
+    add("--hidden", type=training.widths, metavar="W,W,…", help=help)
     add("--kl", type=number(float, 0), default=0.05, help="weight of the KL in matching")
     add("--lr", type=number(float, 0), default=1e-3, help="largest learning rate of Adam")
     add("--schedule", choices=SCHEDULES, default="halve", help="of the learning rate")
@@ -180,11 +174,6 @@ def spread(count, most=11):
     return np.linspace(0, count - 1, min(count, most)).round().astype(np.int64)
 
 
-def some(split, series):
-    """At most so many series of a split."""
-    return replace(split, index=split.index[spread(len(split), series)])
-
-
 def random_times(args, epoch, step):
     """Of 1001 times from the first to the last of --times, K different ones, increasing."""
     rng = np.random.default_rng((args.seed, epoch, step))
@@ -200,17 +189,11 @@ def build(args):
         raise training.UsageError(f"--hidden: {e}") from None
 
 
-def check_memory(args, sets, each, whole=0):
-    """Refuse what cannot fit: `sets` at once, with `each` numbers a point, and a whole output."""
+def check_memory(args, world, sets, each, whole=0):
+    """About what `sets` take at once, with `each` numbers a point, and a whole output."""
     pairs = 8 * args.points if args.decoder == "attention" else 0
     need = 4 * (whole + sets * args.points * (each + pairs))
-    if args.cuda:
-        have = torch.cuda.mem_get_info()[1]
-    else:
-        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if need > have:
-        size = f"about {need / 2**30:.0f} GiB of memory, of {have / 2**30:.0f} GiB"
-        raise training.UsageError(f"--points {args.points}: with the other options takes {size}")
+    training.check_memory(need, world, f"--points {args.points} with the other options")
 
 
 def check_training_memory(args, world):
@@ -219,7 +202,7 @@ def check_training_memory(args, world):
     decoder = sum(args.hidden)
     if args.objective == "elbo":
         decoder *= (1 + DIM) * (30 if args.gradient == "backprop" else 1)  # values and tangents
-    check_memory(args, sets, 4 * (1024 + decoder))
+    check_memory(args, world, sets, 4 * (1024 + decoder))
 
 
 @torch.no_grad()
@@ -241,14 +224,9 @@ def generator(args, world):
 # --------------------------------------------------------------------------------------- measures
 def shared_batches(split, args, world, what):
     """This process's batches of a split, with a line about progress every half minute."""
-    share = {"rank": world.rank, "world": world.size, "device": world.device}
-    total, shown = data.steps(split, args.batch_size, training=False), time.monotonic()
-    batches = data.batches(split, args.batch_size, training=False, workers=1, **share)
-    for done, batch in enumerate(batches):
-        if time.monotonic() - shown > 30:
-            shown = time.monotonic()
-            training.say(f"{what}: {done} of {total} batches")
-        yield batch
+    share = {"rank": world.rank, "world": world.size, "device": world.device, "workers": 1}
+    batches = data.batches(split, args.batch_size, training=False, **share)
+    return training.watch(batches, data.steps(split, args.batch_size, training=False), what)
 
 
 @torch.no_grad()
@@ -307,7 +285,7 @@ def measure_sets(model, split, args, world):
 
 def test_metrics(model, split, args, world):
     """ELBO, and Chamfer distances for each time and on average over times of a kind."""
-    split, means = some(split, args.test_series), {}
+    split, means = split.some(args.test_series), {}
     metrics, rows = measure_elbo(model, split, args, world), measure_sets(model, split, args, world)
     for kind in dict.fromkeys(row["kind"] for row in rows):
         mine = [row for row in rows if row["kind"] == kind]
@@ -373,7 +351,7 @@ def train(args):
     steps, schedule = data.steps(splits.train, args.batch_size), SCHEDULES[args.schedule]
     settings = {"ema": args.ema, "every": -(-EVALUATE_STEPS // steps)}
     run = training.Run(args, world, model, optimizer, schedule, steps, **settings)
-    valid = some(splits.valid, args.valid_series)
+    valid = splits.valid.some(args.valid_series)
 
     def evaluate(model):
         metrics = measure_elbo(model, valid, args, world)
@@ -481,9 +459,9 @@ def draw_reconstructions(out, args, model, split, draws):
 # --------------------------------------------------------------------------------- finished runs
 def restore(args):
     """The best model of --load, and where it is."""
-    sets = 6 * (args.sample or 1) * len(args.times) * args.points  # the output, while it is made
-    check_memory(args, 1, 8 * max(args.hidden), sets)
     world, path = training.connect(args), Path(args.load) / "best.pt"
+    sets = 6 * (args.sample or 1) * len(args.times) * args.points  # the output, while it is made
+    check_memory(args, world, 1, 8 * max(args.hidden), sets)
     state, model = training.read_checkpoint(path), build(args)
     training.load_weights(model, state, path)
     try:

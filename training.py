@@ -95,6 +95,11 @@ def number(kind, low):
     return parse
 
 
+def widths(text):
+    """An argparse type: "128,128" is [128, 128]."""
+    return [number(int, 1)(part) for part in text.split(",")]
+
+
 def options(description, name, epochs, batch_size):
     """A parser with the options that all experiments share."""
     parser = Parser(
@@ -122,6 +127,28 @@ def say(text, end="\n"):
     if os.environ.get("RANK", "0") == "0":
         clear = "\033[K" if sys.stderr.isatty() else ""
         print(f"{text}{clear}", end=end, file=sys.stderr, flush=True)
+
+
+def watch(items, total, what):
+    """The items, with a line about the time left every half minute."""
+    began = shown = time.monotonic()
+    for done, item in enumerate(items, 1):
+        yield item
+        now = time.monotonic()
+        if now - shown > SHOW_SECONDS[1]:
+            shown, left = now, (now - began) / done * (total - done)
+            say(f"{what}: {done} of {total}, {left:.0f} s left")
+
+
+def check_memory(need, world, what):
+    """An error, before the machine chokes, if so many bytes are more than it has."""
+    if world.device.type == "cuda":
+        have = torch.cuda.mem_get_info(world.device)[1]
+    else:
+        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if need > have:
+        need, have = (f"{size / 2**30:.0f} GiB" for size in (need, have))
+        raise UsageError(f"{what}: takes about {need} of memory, and there are {have}")
 
 
 def command(main, usage=()):
