@@ -241,6 +241,7 @@ class SetFlow(nn.Module):
 
     def encode(self, x, mask=None, context=None, stats=None):
         """z = q(x): data to noise."""
+        self.blocks[0].field.check(None, x, mask, context)
         x = self.enter(x, mask)
         for block in self.blocks:
             x = block(x, mask, context, stats)

@@ -96,6 +96,9 @@ def read_numbers(text, ends=None):
     longer numbers go through numpy's own parser; what that cannot read is a ValueError.
     """
     ends = token_ends(text) if ends is None else ends
+    last = b"".join(text[-64:].split()[-1:])
+    if last in (b".", b"+", b"-", b"+.", b"-."):  # at the end, numpy takes these for 0
+        raise ValueError(f"unmatched data: {last.decode()}")
     dots = np.flatnonzero(np.frombuffer(text, np.uint8) == ord("."))
     token = np.searchsorted(ends, dots)
     with contextlib.suppress(ValueError):

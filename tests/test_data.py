@@ -279,7 +279,9 @@ def test_numbers_are_read_as_python_reads_them(tokens):
 
 
 @given(
-    st.lists(decimal), st.sampled_from(["x", "1.2.3", ".", "1-2", "--1", "1,2"]), st.lists(decimal)
+    st.lists(decimal),
+    st.sampled_from(["x", "1.2.3", ".", "-", "1-2", "--1", "1,2"]),
+    st.lists(decimal),
 )
 def test_what_is_not_a_number_is_refused(before, wrong, after):
     with pytest.raises(ValueError, match=r"unmatched data|without a blank"):
