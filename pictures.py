@@ -405,7 +405,7 @@ def ticks(low, high, most=7, *, log=False, least=0):
     if high - low <= 1e-9 * abs(high):  # one value: room on both sides
         room = max(abs(high) / 10, least) or 1
         low, high = low - room, high + room
-    power = 10.0 ** math.floor(math.log10((high - low) / most))
+    power = 10.0 ** math.floor(math.log10(max((high - low) / most, least)))
     for step in (k * power for k in (1, 2, 2.5, 5, 10, 20, 50)):
         if step >= least and not (least and step % least):
             first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

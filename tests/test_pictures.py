@@ -7,7 +7,7 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import pictures
@@ -205,6 +205,7 @@ def test_text_is_cut_to_the_width_there_is(line, width):
 
 
 # ------------------------------------------------------------------------------- curves
+@example(0.0, 1.0, 11, 1)
 @given(
     st.floats(-1e6, 1e6), st.floats(1e-4, 1e6), st.integers(3, 12), st.sampled_from([0, 1]),
 )  # fmt: skip
