@@ -416,7 +416,7 @@ def ticks(low, high, most=7, *, log=False, least=0):
 
 def _log_ticks(low, high, most):
     a, b = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    fine = np.outer(10.0 ** np.arange(a, b + 1), (1, 2, 5)).ravel()
+    fine = np.outer(10.0 ** np.arange(a - 1, b + 2), (1, 2, 5)).ravel()  # a and b are rounded
     fine = fine[np.searchsorted(fine, low, "right") - 1 : np.searchsorted(fine, high) + 1]
     step = -(-(b - a) // most)
     return fine if len(fine) <= most + 1 else 10.0 ** np.arange(a, b + step, step)

@@ -223,6 +223,7 @@ def test_ticks_are_few_round_numbers_that_cover_the_range(low, length, most, lea
     np.testing.assert_allclose(marks / step, np.rint(marks / step), atol=1e-2)
 
 
+@example(999999999999.998, 1.0)
 @given(st.floats(1e-12, 1e12), st.floats(1, 1e12))
 def test_logarithmic_ticks_are_powers_of_ten_or_their_double_and_half_and_cover(low, factor):
     marks = pictures.ticks(low, low * factor, log=True)
