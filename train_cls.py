@@ -21,7 +21,6 @@ Departures from the paper
 """
 
 import copy
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -88,8 +87,7 @@ def confusion_matrix(model, split, batch_size, world):
     """Counts (true, predicted) over all sets of a split, and the mean loss."""
     size, loss = len(split.classes), torch.zeros((), dtype=torch.float64, device=world.device)
     counts = torch.zeros(size * size, dtype=torch.int64, device=world.device)
-    share = {"rank": world.rank, "world": world.size, "device": world.device}
-    for batch in data.batches(split, batch_size, training=False, workers=1, **share):
+    for batch in data.batches(split, batch_size, training=False, workers=1, **world.share):
         logits = model(batch.x, batch.mask)
         pair = batch.label * size + logits.argmax(-1)
         counts += torch.bincount(pair, minlength=size * size)
@@ -122,11 +120,10 @@ def train(args):
     optimizer = training.OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
     steps, schedule = data.steps(splits.train, args.batch_size), SCHEDULES[args.schedule]
     run = training.Run(args, world, model, optimizer, schedule, steps, ema=args.ema)
-    share = {"rank": world.rank, "world": world.size, "device": world.device}
 
     def batches(epoch, start):
         draw = {"seed": args.seed, "epoch": epoch, "start": start, "workers": 1}
-        return data.batches(splits.train, args.batch_size, **draw, **share)
+        return data.batches(splits.train, args.batch_size, **draw, **world.share)
 
     def loss(model, batch):
         logits = model(batch.x, batch.mask)
@@ -149,7 +146,7 @@ def draw(out, metrics, title):
     """curves.png and confusion.png in the run directory."""
     import pictures  # only where it draws
 
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = training.read_metrics(out)
     names = ("loss", "valid_loss", "valid_accuracy")
     epoch = {name: [line["epoch"] for line in lines if line[name] is not None] for name in names}
     value = {name: [line[name] for line in lines if line[name] is not None] for name in names}

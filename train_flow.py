@@ -24,7 +24,6 @@ Departures from the paper
 - Weights are selected on held-out training sets. The test sets are read once, at the end.
 """
 
-import json
 import math
 import sys
 import time
@@ -181,8 +180,7 @@ def measure_likelihood(model, split, batch_size, world, seed=0):
     """PPLL over all sets of a split, its standard error, and what solving took."""
     sums, stats = torch.zeros(2, dtype=torch.float64, device=world.device), Stats()
     generator = torch.Generator(world.device).manual_seed(seed + world.rank)
-    share = {"rank": world.rank, "world": world.size, "device": world.device, "workers": 1}
-    batches = data.batches(split, batch_size, training=False, **share)
+    batches = data.batches(split, batch_size, training=False, workers=1, **world.share)
     total = data.steps(split, batch_size, training=False)
     for x, mask, *_ in training.watch(batches, total, "likelihood"):
         log_p = model.log_prob(x, mask, generator=generator, stats=stats).double()
@@ -198,12 +196,16 @@ def measure_likelihood(model, split, batch_size, world, seed=0):
     }
 
 
+def draw_noise(model, sets, points, seed):
+    """Base points z `(sets, points, d)`, drawn on the CPU: the same on any device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(sets, points, model.dim, generator=generator).to(model.mean)
+
+
 @torch.no_grad()
 def draw_sets(model, sets, points, seed=0, most=2**16):
     """`(sets, points, d)` samples, solved for about `most` points at a time."""
-    generator = torch.Generator().manual_seed(seed)  # on the CPU: the same noise on any device
-    z = torch.randn(sets, points, model.dim, generator=generator).to(model.mean)
-    parts = z.split(max(1, most // points))
+    parts = draw_noise(model, sets, points, seed).split(max(1, most // points))
     return torch.cat([model.decode(part) for part in training.watch(parts, len(parts), "sampling")])
 
 
@@ -236,12 +238,11 @@ def train(args):
     every = -(-EVALUATE_STEPS // steps)
     settings = {"ema": args.ema, "clip": args.clip, "every": every}
     run = training.Run(args, world, model, optimizer, schedule, steps, **settings)
-    share = {"rank": world.rank, "world": world.size, "device": world.device}
     valid = splits.valid.some(-(-VALID_POINTS // points))
 
     def batches(epoch, start):
         draw = {"seed": args.seed, "epoch": epoch, "start": start, "workers": 1}
-        return data.batches(splits.train, args.batch_size, **draw, **share)
+        return data.batches(splits.train, args.batch_size, **draw, **world.share)
 
     def loss(model, batch):
         if args.objective == "matching":
@@ -295,7 +296,7 @@ def finish(args, run, model, test):
 
 # ---------------------------------------------------------------------------------- pictures
 def draw_curves(out):
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = training.read_metrics(out)
     at, value = zip(*[(line["step"], line["valid_ppll"]) for line in lines])
     curve = pictures.curves({"validation": (at, value)}, "step", "PPLL, nats per point")
     pictures.write_png(out / "curves.png", curve)
@@ -328,8 +329,7 @@ def paths(model, z, frames):
 
 def draw_path(out, model, points, seed, sets=5):
     """path.png, sets on their way from noise to data, and path-moving.png, the same in motion."""
-    generator = torch.Generator().manual_seed(seed)
-    z = torch.randn(sets, points, model.dim, generator=generator).to(model.mean)
+    z = draw_noise(model, sets, points, seed)
     at = paths(model, z, 25).cpu().numpy()  # (frames, sets, n, d)
     rows = [list(at[::3, i]) for i in range(sets)]
     names = [f"{k / 8:.2f}" for k in range(9)]
@@ -352,8 +352,7 @@ def sample(args):
     begun = time.monotonic()
     sets = draw_sets(model, args.sample, args.points, args.seed)
     seconds = time.monotonic() - begun
-    with open(f"{name}.npy", "wb") as f:
-        np.save(f, sets.cpu().numpy())
+    training.write(Path(f"{name}.npy"), lambda f: np.save(f, sets.cpu().numpy()))
     draw_samples(f"{name}.png", sets[:27])
     training.say(f"{name}.npy and .png: {seconds / args.sample:.3g} s per set")
     return {"samples": sets.cpu(), "seconds_per_sample": seconds / args.sample}

@@ -37,7 +37,6 @@ Departures from the paper
 """
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -224,8 +223,7 @@ def generator(args, world):
 # --------------------------------------------------------------------------------------- measures
 def shared_batches(split, args, world, what):
     """This process's batches of a split, with a line about progress every half minute."""
-    share = {"rank": world.rank, "world": world.size, "device": world.device, "workers": 1}
-    batches = data.batches(split, args.batch_size, training=False, **share)
+    batches = data.batches(split, args.batch_size, training=False, workers=1, **world.share)
     return training.watch(batches, data.steps(split, args.batch_size, training=False), what)
 
 
@@ -320,7 +318,7 @@ def make_loss(args, split):
 
 
 def make_batches(args, split, world):
-    share = {"rank": world.rank, "world": world.size, "device": world.device, "seed": args.seed}
+    share = {**world.share, "seed": args.seed}
 
     def fixed(epoch, start):
         rest = {"epoch": epoch, "start": start, "workers": 1}
@@ -411,7 +409,7 @@ def draw_moving(path, x, times, trained, title, across=6):
 
 def draw_curves(out, objective):
     """curves.png: ELBO, KL and loss, one above the other."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = training.read_metrics(out)
 
     def line(name):
         return tuple(zip(*[(row["step"], row[name]) for row in lines if row[name] is not None]))

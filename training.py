@@ -182,6 +182,11 @@ class World:
     rank: int = 0
     size: int = 1
 
+    @property
+    def share(self):
+        """What data.batches wants to know of this process."""
+        return {"rank": self.rank, "world": self.size, "device": self.device}
+
     def sum(self, x):
         """Σ over processes of a tensor."""
         if self.size > 1:
@@ -309,6 +314,11 @@ def read_json(path):
         return json.loads(path.read_text())
     except (OSError, ValueError) as e:
         raise UsageError(f"{path}: {e}") from None
+
+
+def read_metrics(out):
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def read_checkpoint(path):

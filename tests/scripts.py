@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,18 @@ def start(name, *options, launcher=(), **settings):
     command = [sys.executable, *launcher, str(ROOT / name), *map(str, options)]
     pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env=ENV, **pipes, **settings)
+
+
+def stop_early(process, out, seconds):
+    """SIGTERM so many seconds after the first checkpoint; what the process said."""
+    while not (out / "last.pt").exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    return err
 
 
 def call(module, capsys, *options):

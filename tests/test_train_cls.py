@@ -2,13 +2,11 @@
 
 import json
 import re
-import signal
-import time
 from functools import partial
 
 import pytest
 import torch
-from scripts import call, check_help, lines, start
+from scripts import call, check_help, lines, start, stop_early
 
 import train_cls
 import training
@@ -69,13 +67,7 @@ def test_a_run_stopped_by_sigterm_within_an_epoch_resumes_to_the_same_numbers(wh
     reference, results = whole
     out = tmp_path / "run"
     process = script(*SMALL, "--out", out)
-    while not (out / "last.pt").exists():
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.02)
-    time.sleep(0.3)
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    err = stop_early(process, out, 0.3)
     assert "--resume goes on" in err
     step = training.read_checkpoint(out / "last.pt")["step"]
     assert 0 < step < 24

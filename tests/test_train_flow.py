@@ -1,14 +1,12 @@
 """train_flow.py as people use it: the command line, on the built-in digits."""
 
 import json
-import signal
-import time
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from scripts import call, check_help, lines, start
+from scripts import call, check_help, lines, start, stop_early
 
 import data
 import train_flow
@@ -101,13 +99,7 @@ def test_a_run_stopped_by_sigterm_resumes_to_the_same_numbers(tmp_path):
     results = train_flow.main([*options, "--out", str(tmp_path / "whole")])
     out = tmp_path / "run"
     process = script(*options, "--out", out)
-    while not (out / "last.pt").exists():
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.02)
-    time.sleep(0.2)
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    stop_early(process, out, 0.2)
     assert 0 < training.read_checkpoint(out / "last.pt")["step"] < 100
     again = train_flow.main([*options, "--out", str(out), "--resume"])
     train_flow.EVALUATE_STEPS = before
