@@ -5,6 +5,7 @@
     python train_temporal.py --data mnist --objective matching --minutes 30
     python train_temporal.py --load runs/temporal --sample 6 --times 0:1.5:0.05 --points 500
     python train_temporal.py --load runs/temporal --reconstruct mine.npy --at 0,0.3,0.55,1
+    python train_temporal.py --load runs/temporal --evaluate --classifier runs/digits
 
     Sec. 4.4, five fixed times             --times; --random-times for other grids
     App. C.3, recipe: 64 points, latent
@@ -26,6 +27,8 @@ Departures from the paper
 - The paper shows pictures only. We measure, too: Chamfer distances of reconstructions at trained
   times, between and beyond them, to an independent draw of the true set there. Rivals: a copy of
   the true set at the nearest trained time, and, as the floor, one more draw of the true set.
+  And whether a classifier of still digits reads reconstructions, turned back, as it reads the sets
+  that were given: `--classifier`, a run of `train_cls.py --data mnist`.
 - `--objective matching` regresses the decoder on straight paths, in units of the data's deviation,
   instead of solving it: error per coordinate + --kl · KL / coordinates of a series. Were noise and
   points paired at random, 4.6 · error would be −log p + const (exnode.schedule), and 0.2 the ELBO's
@@ -47,7 +50,7 @@ import torch
 import data
 import pictures
 import training
-from exnode import GRADIENTS, TRACES, TemporalSetVAE
+from exnode import GRADIENTS, TRACES, SetClassifier, TemporalSetVAE
 from metrics import chamfer
 from solvers import SolverError
 
@@ -110,6 +113,8 @@ def parse(argv=None):
     add("--trace", choices=TRACES, default="hutchinson", help="of the ELBO in training")
     add("--valid-series", type=number(int, 1), default=256, help="at most, per validation")
     add("--test-series", type=number(int, 1), default=1000, help="at most, in the test")
+    help = "a run of train_cls.py on upright digits: does it recognise reconstructions?"
+    add("--classifier", metavar="RUN", help=help)
     add("--load", metavar="RUN", help="a run directory; its options are the defaults")
     add("--evaluate", action="store_true", help="only test the best weights of --load")
     add("--sample", type=number(int, 1), metavar="K", help="draw K series from --load")
@@ -139,6 +144,8 @@ def check(parser, args):
         parser.error("--resume is for training, not for --load")
     if args.at and args.reconstruct is None:
         parser.error("--at gives the times of --reconstruct")
+    if args.classifier and (args.sample or args.reconstruct):
+        parser.error("--classifier reads the test series: not with --sample or --reconstruct")
     if args.ema >= 1:
         parser.error(f"argument --ema: {args.ema:g} is not below 1")
     if args.objective == "elbo" and args.kl != parser.get_default("kl"):
@@ -281,10 +288,43 @@ def measure_sets(model, split, args, world):
     return [dict(zip(names, (t, kind_of(t, trained), *row))) for t, row in zip(at, rows)]
 
 
+def read_classifier(run):
+    """The best model of a run of train_cls.py on all ten digits."""
+    path, config = Path(run) / "best.pt", training.read_json(Path(run) / "config.json")
+    name = config.get("model", "") if isinstance(config, dict) else ""
+    if name not in ("exnode-deepsets", "exnode-attention"):
+        raise training.UsageError(f"--classifier {run}: not an exnode model of train_cls.py")
+    model = SetClassifier(DIM, 10, field=name.removeprefix("exnode-"))
+    training.load_weights(model, training.read_checkpoint(path), path)
+    return model.eval()
+
+
+@torch.no_grad()
+def measure_recognition(model, classifier, split, args, world):
+    """Shares of sets, turned back, that the classifier labels as the given ones, or rightly."""
+    total, draws = torch.zeros(3, dtype=torch.float64, device=world.device), generator(args, world)
+    back, digits = -np.pi * split.times, torch.tensor([int(name) for name in split.classes])
+
+    def labels(x):  # from units of half a canvas about its centre to the canvas
+        x = data.rotate_clockwise(x.cpu().numpy(), back) / 2 + 0.5
+        return classifier(torch.from_numpy(x).to(world.device)).argmax(-1)
+
+    for x, _, label, t in shared_batches(split, args, world, "recognition"):
+        made = decode(model, model.encode(x, t).mean, args.times, args.points, draws)
+        given, made, true = labels(x), labels(made), digits.to(label.device)[label, None]
+        pairs = ((made, given), (made, true), (given, true))
+        total += torch.stack([(a == b).double().mean(-1).sum() for a, b in pairs])
+    names = ("as_given", "right", "given_right")
+    return dict(zip(names, (world.sum(total) / len(split)).tolist()))
+
+
 def test_metrics(model, split, args, world):
     """ELBO, and Chamfer distances for each time and on average over times of a kind."""
     split, means = split.some(args.test_series), {}
     metrics, rows = measure_elbo(model, split, args, world), measure_sets(model, split, args, world)
+    if args.classifier:
+        classifier = read_classifier(args.classifier).to(world.device)
+        metrics["recognised"] = measure_recognition(model, classifier, split, args, world)
     for kind in dict.fromkeys(row["kind"] for row in rows):
         mine = [row for row in rows if row["kind"] == kind]
         means[kind] = {k: sum(r[k] for r in mine) / len(mine) for k in ("model", "copy", "floor")}
@@ -300,6 +340,9 @@ def show(metrics):
     training.say(f"{'Chamfer distance':24}{'model':>9}{'copy':>9}{'floor':>9}")
     for kind, row in metrics["chamfer"].items():
         training.say(f"{kind:24}{row['model']:9.5f}{row['copy']:9.5f}{row['floor']:9.5f}")
+    if share := metrics.get("recognised"):
+        form = "reconstructions labelled as the given sets {as_given:.3f}, rightly {right:.3f}; "
+        training.say((form + "given sets rightly {given_right:.3f}").format(**share))
 
 
 # --------------------------------------------------------------------------------------- training
@@ -336,6 +379,8 @@ def train(args):
     """One run: train, select, test, draw; the contents of its results.json."""
     world = training.connect(args)
     check_training_memory(args, world)
+    if args.classifier:
+        read_classifier(args.classifier)  # a mistake shows before training
     if results := training.prepare(args, world):
         training.say(f"{args.out} is complete")
         return results

@@ -15,6 +15,7 @@ import torch
 from scripts import call, check_help, lines
 
 import data
+import train_cls
 import train_temporal
 import training
 from exnode import TemporalSetVAE
@@ -287,6 +288,63 @@ def test_a_finished_run_can_be_evaluated_again(runs):
     assert train_temporal.main(["--load", str(out), "--evaluate"])["test"] == results["test"]
     other = train_temporal.main(["--load", str(out), "--evaluate", "--times", "0,0.3"])["test"]
     assert [row["t"] for row in other["at_times"]] == [0, 0.15, 0.3, 0.55, 0.8]
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """A classifier of built-in digits, after few steps."""
+    out, load = tmp_path_factory.mktemp("digits"), train_cls.load_sets
+
+    def few(args):
+        return data.Splits(*(split.some(64) for split in load(args)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_cls, "load_sets", few)
+        options = ["--category", "digits", "--points", "32", "--batch-size", "16", "--epochs", "2"]
+        train_cls.main([*options, "--out", str(out / "run")])
+    return out / "run"
+
+
+def test_a_classifier_of_upright_digits_reads_reconstructions(run, digits, capsys):
+    options = ["--load", str(run), "--evaluate", "--classifier", str(digits)]
+    shares = train_temporal.main(options)["test"]["recognised"]
+    assert all(0 <= v <= 1 for v in shares.values())
+    assert f"labelled as the given sets {shares['as_given']:.3f}" in capsys.readouterr().err
+
+
+def test_a_model_that_copies_is_recognised_as_what_it_copies(monkeypatch):
+    args = some_args("--category", "7", "--points", "32")
+    split, seen = train_temporal.load_series(args).test.some(16), []
+
+    def classify(x):  # by the share of points in the upper half: not the same if turned by π
+        seen.append(x)
+        return -(10 * (x[..., 1] > 0.5).double().mean(-1, keepdim=True) - torch.arange(10)).abs()
+
+    model, truth = small_model().float(), torch.from_numpy(split.draw(np.arange(16))[0])
+    monkeypatch.setattr(train_temporal, "decode", lambda *a: truth)
+    shares = train_temporal.measure_recognition(model, classify, split, args, WORLD)
+    assert shares["as_given"] == 1
+    assert shares["right"] == shares["given_right"] < 1
+    first, middle, last = seen[0].unbind(1)  # all upright, about the middle of the unit square
+    assert torch.allclose(seen[0].mean((1, 2)), torch.tensor(0.5), atol=0.01)
+    assert -0.2 < seen[0].min() < 0.2
+    assert 0.8 < seen[0].max() < 1.2
+    upright, upside_down = chamfer(first, last).mean(), chamfer(first, 1 - last).mean()
+    assert upright < upside_down / 2
+    assert chamfer(first, middle).mean() < upside_down / 2
+    monkeypatch.setattr(train_temporal, "decode", lambda *a: -truth)
+    shares = train_temporal.measure_recognition(model, classify, split, args, WORLD)
+    assert shares["as_given"] < 0.9
+
+
+def test_a_wrong_classifier_is_one_line_and_exit_code_2(run, digits, tmp_path, capsys):
+    for wrong in (tmp_path / "nowhere", run):
+        for start in ([*MATCHING, "--out", tmp_path / "new"], ["--load", run, "--evaluate"]):
+            code, err = run_here(capsys, *start, "--classifier", wrong)
+            assert (code, err.count("\n")) == (2, 1)
+            assert str(wrong) in err
+    code, err = run_here(capsys, "--load", run, "--sample", "1", "--classifier", digits)
+    assert (code, err.count("\n")) == (2, 1)
 
 
 def test_samples_of_a_run_depend_on_the_seed_only(run, tmp_path):
