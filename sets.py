@@ -562,35 +562,60 @@ def norm_with_tangents(norm, x, dx):
     return y[..., 0, :] * norm.weight + norm.bias, dx * (scale * norm.weight)[..., None, :]
 
 
-class TransformerLayer(nn.Module):
-    """x + attention(norm(x)), then x + network(norm(x)); a condition is added before the first."""
+def near(dim, width, heads):
+    """A layer from (x, |x|²) to additions to q, k, v that start as −½ a²|xᵢ − xⱼ|² in the scores.
 
-    def __init__(self, width, heads, extra):
+    That is a²(xᵢ·xⱼ − ½|xⱼ|²) up to what all j share. Each head has its own a, from 0.3 to 10.
+    """
+    layer, size = nn.Linear(dim + 1, 3 * width), width // heads
+    if size <= dim:
+        raise ValueError(f"width {width} in {heads} heads: want more than {dim} per head")
+    with torch.no_grad():
+        layer.weight.zero_(), layer.bias.zero_()
+        a = torch.logspace(math.log10(0.3), 1, heads)[:, None] * size**0.25  # of √size in a score
+        (q, k, _), (one, _, _) = (
+            part.view(3, heads, size, -1) for part in (layer.weight, layer.bias)
+        )
+        for i in range(dim):
+            q[:, i, i : i + 1] = k[:, i, i : i + 1] = a
+        one[:, dim], k[:, dim, dim:] = a / math.sqrt(2), -a / math.sqrt(2)
+    return layer
+
+
+class TransformerLayer(nn.Module):
+    """h + attention(norm(h), x), then h + network(norm(h)); a condition is added before the first.
+
+    Scores between points start as those of near: without it, to see its neighbours is what a layer
+    learns last.
+    """
+
+    def __init__(self, dim, width, heads, extra):
         super().__init__()
         self.heads = heads
-        self.condition = nn.Linear(extra, width)
+        self.condition, self.near = nn.Linear(extra, width), near(dim, width, heads)
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
         self.qkv, self.merge = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.widen, self.narrow = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
-    def forward(self, x, extra, mask=None):
-        x = x + self.condition(extra)
-        q, k, v = (split_heads(h, self.heads) for h in self.qkv(self.norms[0](x)).chunk(3, -1))
-        x = x + self.merge(merge_heads(attend(q, k, v, mask)))
-        return x + self.narrow(F.silu(self.widen(self.norms[1](x))))
+    def forward(self, h, place, extra, mask=None):
+        h = h + self.condition(extra)
+        qkv = self.qkv(self.norms[0](h)) + self.near(place)
+        q, k, v = (split_heads(part, self.heads) for part in qkv.chunk(3, -1))
+        h = h + self.merge(merge_heads(attend(q, k, v, mask)))
+        return h + self.narrow(F.silu(self.widen(self.norms[1](h))))
 
-    def with_tangents(self, x, dx, extra, mask=None):
-        x = x + self.condition(extra)
-        h, dh = norm_with_tangents(self.norms[0], x, dx)
-        q, k, v = self.qkv(h).chunk(3, -1)
-        dq, dk, dv = (dh @ self.qkv.weight.T).chunk(3, -1)
+    def with_tangents(self, h, dh, place, dplace, extra, mask=None):
+        h = h + self.condition(extra)
+        y, dy = norm_with_tangents(self.norms[0], h, dh)
+        q, k, v = (self.qkv(y) + self.near(place)).chunk(3, -1)
+        dq, dk, dv = (dy @ self.qkv.weight.T + dplace @ self.near.weight.T).chunk(3, -1)
         r, dr = by_head(AttentionJvp, self.heads, mask, (q, dq), q, k, v, dq, dk, dv)
-        x, dx = x + self.merge(r - q), dx + (dr - dq) @ self.merge.weight.T
-        h, dh = norm_with_tangents(self.norms[1], x, dx)
-        h, dh = self.widen(h), dh @ self.widen.weight.T
-        gate = torch.sigmoid(h)  # silu(h) = h σ(h)
-        dh = dh * (gate + h * gate * (1 - gate))[..., None, :]
-        return x + self.narrow(h * gate), dx + dh @ self.narrow.weight.T
+        h, dh = h + self.merge(r - q), dh + (dr - dq) @ self.merge.weight.T
+        y, dy = norm_with_tangents(self.norms[1], h, dh)
+        y, dy = self.widen(y), dy @ self.widen.weight.T
+        gate = torch.sigmoid(y)  # silu(y) = y σ(y)
+        dy = dy * (gate + y * gate * (1 - gate))[..., None, :]
+        return h + self.narrow(y * gate), dh + dy @ self.narrow.weight.T
 
 
 class TransformerField(Field):
@@ -608,7 +633,8 @@ class TransformerField(Field):
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.condition = nn.Sequential(nn.Linear(9 + context, width), nn.SiLU())
         self.first = nn.Linear(dim, width)
-        self.layers = nn.ModuleList(TransformerLayer(width, heads, width) for _ in range(layers))
+        layers = (TransformerLayer(dim, width, heads, width) for _ in range(layers))
+        self.layers = nn.ModuleList(layers)
         self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, dim)
 
     def conditions(self, extra):
@@ -619,17 +645,20 @@ class TransformerField(Field):
 
     def forward(self, t, x, mask=None, context=None):
         x, extra = self.enter(t, x, mask, context)
+        place = torch.cat([x, x.square().sum(-1, keepdim=True)], -1)
         h, extra = self.first(x), self.conditions(extra)
         for layer in self.layers:
-            h = layer(h, extra, mask)
+            h = layer(h, place, extra, mask)
         return keep(self.out(self.norm(h)), mask)
 
     def value_and_jvp(self, t, x, e, mask=None, context=None):
         x, extra = self.enter(t, x, mask, context)
         e = keep(e, mask).movedim(0, -2)
+        place = torch.cat([x, x.square().sum(-1, keepdim=True)], -1)
+        dplace = torch.cat([e, 2 * (e * x[..., None, :]).sum(-1, keepdim=True)], -1)
         h, dh, extra = self.first(x), e @ self.first.weight.T, self.conditions(extra)
         for layer in self.layers:
-            h, dh = layer.with_tangents(h, dh, extra, mask)
+            h, dh = layer.with_tangents(h, dh, place, dplace, extra, mask)
         h, dh = norm_with_tangents(self.norm, h, dh)
         df = (dh @ self.out.weight.T).movedim(-2, 0)
         return keep(self.out(h), mask), keep(df, mask)

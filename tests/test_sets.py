@@ -23,6 +23,9 @@ from sets import (
     PointNorm,
     SetTransformer,
     TransformerField,
+    attention_weights,
+    near,
+    split_heads,
 )
 
 F32, F64 = torch.float32, torch.float64
@@ -478,6 +481,19 @@ def test_bad_input_is_a_value_error_that_names_it(name, wrong, says):
             build(name).float()(0.0, X, context=torch.ones(2, 3))
 
 
+@given(st.integers(1, 3), st.integers(1, 4), SEEDS)
+def test_a_transformer_s_layers_start_by_looking_near(dim, heads, seed):
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, 6, dim, dtype=torch.float64, generator=rng)
+    place = torch.cat([x, x.square().sum(-1, keepdim=True)], -1)
+    q, k, v = near(dim, 4 * heads, heads).double()(place).chunk(3, -1)
+    weights = attention_weights(split_heads(q, heads), split_heads(k, heads))
+    a = torch.logspace(math.log10(0.3), 1, heads, dtype=torch.float64)[:, None, None]
+    wanted = torch.softmax(-((a * torch.cdist(x, x)[:, None]) ** 2) / 2, -1)
+    assert torch.allclose(weights, wanted, atol=1e-5)
+    assert not v.any()
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -487,6 +503,7 @@ def test_bad_input_is_a_value_error_that_names_it(name, wrong, says):
         (lambda: TransformerField(2, 9, 2, 4), "heads must divide the width 9.*4"),
         (lambda: TransformerField(2, 0), "width must .*0"),
         (lambda: TransformerField(2, 8, 0), "layers must .*0"),
+        (lambda: TransformerField(2, 8, 2, 4), "width 8 in 4 heads: want more than 2"),
         (lambda: SetTransformer(2, 3, 9, 4), "heads must divide the width 9.*4"),
         *[
             (lambda make=make, hidden=hidden: make(2, hidden), f"hidden must .*{says}")
