@@ -22,8 +22,8 @@ x is `(B, T, n, 2)`: B series of T sets; t is `(T,)`.
 
 Departures from the paper
 - Weights are selected by the ELBO of held-out series; the test series are read once, at the end.
-  Both ELBOs use exact traces, and at most --valid-series and --test-series evenly spaced series:
-  a CPU needs up to a second for the likelihood of one.
+  Both ELBOs use exact traces (a transformer's, Hutchinson's unbiased one), and at most
+  --valid-series and --test-series evenly spaced series: a CPU needs up to a second for each.
 - The paper shows pictures only. We measure, too: Chamfer distances of reconstructions at trained
   times, between and beyond them, to an independent draw of the true set there. Rivals: a copy of
   the true set at the nearest trained time, and, as the floor, one more draw of the true set.
@@ -50,8 +50,9 @@ import torch
 import data
 import pictures
 import training
-from exnode import GRADIENTS, TRACES, SetClassifier, TemporalSetVAE
+from exnode import DECODERS, GRADIENTS, TRACES, SetClassifier, TemporalSetVAE
 from metrics import chamfer
+from sets import TransformerField
 from solvers import SolverError
 
 SCHEDULES = {
@@ -59,13 +60,13 @@ SCHEDULES = {
     "cosine": training.cosine,
     "one-cycle": training.one_cycle,
 }
-HIDDEN = {"concatsquash": [512, 512, 512], "attention": [128, 128, 128]}
+HIDDEN = dict(zip(DECODERS, ([512] * 3, [128] * 3, [128] * 4)))
 DIM, PIECE = 2, 2**15  # of a point; points that are decoded at once
 UNITS = "nats per point, in pixels: log p / n on half a canvas − 2 ln 14; kl in nats per series"
 EVALUATE_STEPS = 400  # training steps between evaluations, in whole epochs
 TRAINING = (  # options without a meaning for a finished run
-    "objective", "random_times", "kl", "lr", "schedule", "ema", "gradient", "trace", "epochs",
-    "minutes", "valid_series",
+    "objective", "random_times", "kl", "coupling", "optimizer", "lr", "schedule", "ema", "gradient",
+    "trace", "epochs", "minutes", "valid_series",
 )  # fmt: skip
 
 
@@ -93,7 +94,7 @@ def parse(argv=None):
     parser = training.options("Model sets over time.", "temporal", epochs=100, batch_size=128)
     add, number = parser.add_argument, training.number
     add("--objective", choices=("elbo", "matching"), default="elbo", help="matching: no solver")
-    add("--decoder", choices=HIDDEN, default="concatsquash", help="field of the decoder's flow")
+    add("--decoder", choices=DECODERS, default="concatsquash", help="field of the decoder's flow")
     help = "trained times, or of the output of --load: a list or start:stop:step"
     add("--times", type=times, default="0,0.25,0.5,0.75,1", help=help)
     help = "train each batch at so many random times within --times; 0: at --times"
@@ -101,10 +102,14 @@ def parse(argv=None):
     add("--points", type=number(int, 1), default=64, help="in each set")
     add("--category", help='digits, such as "1,7"; None: all')
     add("--latent", type=number(int, 1), default=128, help="numbers in z")
-    help = "widths of the decoder; None: 512,512,512, or 128,128,128 with attention"
+    help = "widths of the decoder; None: 512,512,512, or three of 128, for a transformer four"
     add("--hidden", type=training.widths, metavar="W,W,…", help=help)
     add("--kl", type=number(float, 0), default=0.05, help="weight of the KL in matching")
-    add("--lr", type=number(float, 0), default=1e-3, help="largest learning rate of Adam")
+    choices = ("swaps", "none")
+    add("--coupling", choices=choices, default="swaps", help="of noise to points, for matching")
+    choices = training.OPTIMIZERS
+    add("--optimizer", choices=choices, default="adam", help="muon takes fewer, dearer steps")
+    add("--lr", type=number(float, 0), default=1e-3, help="largest learning rate")
     add("--schedule", choices=SCHEDULES, default="halve", help="of the learning rate")
     help = "decay of averaged weights, or 0 for none"
     add("--ema", type=number(float, 0), default=0.0, help=help)
@@ -148,8 +153,9 @@ def check(parser, args):
         parser.error("--classifier reads the test series: not with --sample or --reconstruct")
     if args.ema >= 1:
         parser.error(f"argument --ema: {args.ema:g} is not below 1")
-    if args.objective == "elbo" and args.kl != parser.get_default("kl"):
-        parser.error("--kl is for --objective matching: the ELBO has the weight 1")
+    for name in ("kl", "coupling"):
+        if args.objective == "elbo" and getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name} is for --objective matching")
     if args.random_times > 1001:
         parser.error(f"argument --random-times: {args.random_times} is more than 1001")
     if args.random_times and len(args.times) < 2 and not args.load:
@@ -197,7 +203,7 @@ def build(args):
 
 def check_memory(args, world, sets, each, whole=0):
     """About what `sets` take at once, with `each` numbers a point, and a whole output."""
-    pairs = 8 * args.points if args.decoder == "attention" else 0
+    pairs = 8 * args.points if args.decoder != "concatsquash" else 0
     need = 4 * (whole + sets * args.points * (each + pairs))
     training.check_memory(need, world, f"--points {args.points} with the other options")
 
@@ -236,8 +242,10 @@ def shared_batches(split, args, world, what):
 
 @torch.no_grad()
 def exact_elbo(model, x, t, generator):
-    """Parts of Eq. 11 per series, log-likelihood and KL, without noise in the trace."""
-    trace, model.decoder.trace = model.decoder.trace, "exact"
+    """Parts of Eq. 11 per series, log-likelihood and KL, with the exact trace where it is cheap."""
+    trace = model.decoder.trace
+    if not isinstance(model.decoder.blocks[0].field, TransformerField):
+        model.decoder.trace = "exact"
     try:
         return model.elbo_parts(x, t, generator=generator)
     finally:
@@ -354,7 +362,7 @@ def make_loss(args, split):
         return -model.elbo(batch.x, batch.t).mean() / points - split.log_unit
 
     def matching(model, batch):
-        error, kl = model.matching_loss(batch.x, batch.t)
+        error, kl = model.matching_loss(batch.x, batch.t, coupling=args.coupling)
         return error + args.kl * kl.mean() / batch.x[0].numel()
 
     return elbo if args.objective == "elbo" else matching
@@ -390,7 +398,7 @@ def train(args):
     if args.objective == "matching":
         x = splits.train.draw(np.arange(min(len(splits.train), 500)))[0]
         model.decoder.standardise(torch.from_numpy(x).to(world.device))
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    optimizer = training.OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
     steps, schedule = data.steps(splits.train, args.batch_size), SCHEDULES[args.schedule]
     settings = {"ema": args.ema, "every": -(-EVALUATE_STEPS // steps)}
     run = training.Run(args, world, model, optimizer, schedule, steps, **settings)

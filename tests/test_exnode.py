@@ -30,6 +30,7 @@ from torch import distributions, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from exnode import (
+    DECODERS,
     ExNODE,
     SetClassifier,
     SetFlow,
@@ -436,7 +437,7 @@ def test_rounds_of_disjoint_pairs_meet_every_pair_once(n):
 # -------------------------------------------------------------------------------- sets over time
 
 
-@pytest.mark.parametrize("decoder", ["concatsquash", "attention"])
+@pytest.mark.parametrize("decoder", DECODERS)
 @settings(max_examples=3)
 @given(SEEDS, st.integers(1, 4), GARBAGE)
 def test_posterior_and_elbo_know_neither_order_nor_padding_of_points(decoder, seed, n, value):
@@ -555,7 +556,7 @@ def test_sets_are_decoded_from_the_latent_of_their_time():
 
 
 def test_points_are_independent_given_z_unless_the_decoder_attends():
-    for decoder, coupled in (("concatsquash", False), ("attention", True)):
+    for decoder, coupled in zip(DECODERS, (False, True, True)):
         flow, x = make_vae(decoder=decoder).decoder, torch.randn(1, 3, 2, dtype=F64)
         z = torch.randn(1, 3, dtype=F64)
         together, alone = flow.encode(x, context=z)[:, :1], flow.encode(x[:, :1], context=z)

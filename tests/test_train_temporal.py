@@ -454,6 +454,7 @@ WRONG = [
     ["--hidden", "8,zero"],
     ["--hidden", ""],
     ["--kl", "0.1"],
+    ["--coupling", "none"],
     ["--kl", "-1", "--objective", "matching"],
     ["--ema", "1"],
     ["--lr", "nan"],
@@ -553,9 +554,10 @@ def test_the_defaults_are_the_paper_s_recipe():
     assert sizes == [(512, 2), (512, 512), (512, 512), (2, 512)]
 
 
-def test_an_attention_decoder_can_be_evaluated_and_trained_by_either_objective():
+@pytest.mark.parametrize("decoder", ["attention", "transformer"])
+def test_a_decoder_that_attends_can_be_evaluated_and_trained_by_either_objective(decoder):
     for objective in ("elbo", "matching"):
-        args = some_args("--decoder", "attention", "--objective", objective)
+        args = some_args("--decoder", decoder, "--objective", objective)
         split = replace(few_series(args).train, points=3)
         model = train_temporal.build(args)
         batch = next(data.batches(split, 4))
