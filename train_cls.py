@@ -9,7 +9,7 @@
     Table 1, four rows of models           MODELS
     App. C.1, recipe: RK4 in one step,
     Adam 1e-3, halved every 20 of 120
-    epochs, batches of 64                  the defaults; SCHEDULES["halve"]
+    epochs, batches of 64                  the defaults; HALVINGS
     App. C.1, augmentation                 data.load: with 1000 points or more
 
 Departures from the paper
@@ -39,11 +39,7 @@ MODELS = {
     "deepsets": DeepSets,
     "settransformer": SetTransformer,
 }
-SCHEDULES = {
-    "halve": training.halve(6),
-    "cosine": training.cosine,
-    "one-cycle": training.one_cycle,
-}
+HALVINGS = 6  # intervals of the run, each with half the learning rate of the one before
 
 
 def parse(argv=None):
@@ -52,15 +48,8 @@ def parse(argv=None):
     add("--model", choices=MODELS, default="exnode-deepsets", help="a row of Table 1")
     add("--points", type=number(int, 1), default=100, help="in each set; the paper has 100 or 1000")
     add("--category", help='classes, such as "chair,sofa", or synthetic "digits"; None: all')
-    choices = training.OPTIMIZERS
-    add("--optimizer", choices=choices, default="adam", help="muon takes fewer, dearer steps")
-    add("--lr", type=number(float, 0), default=1e-3, help="largest learning rate")
-    add("--schedule", choices=SCHEDULES, default="halve", help="of the learning rate")
-    add(
-        "--ema", type=number(float, 0), default=0.0, help="decay of averaged weights, or 0 for none"
-    )
     help = "share of the label that is spread over all classes"
-    add("--smoothing", type=number(float, 0), default=0.0, help=help)
+    add("--smoothing", type=number(float, 0, below=1), default=0.0, help=help)
     help = "train with seed, seed + 1, …, each in its own directory under --out"
     add("--runs", type=number(int, 1), default=1, help=help)
     add("--load", metavar="RUN", help="a run directory, for --evaluate; its options are defaults")
@@ -68,9 +57,6 @@ def parse(argv=None):
     args = parser.parse_args(argv)
     if bool(args.load) != args.evaluate:
         parser.error("--load RUN and --evaluate go together")
-    for name in ("ema", "smoothing"):
-        if (value := getattr(args, name)) >= 1:
-            parser.error(f"argument --{name}: {value:g} is not below 1")
     if args.load:  # what is not on the command line is as it was in that run
         parser.set_defaults(**training.read_json(Path(args.load) / "config.json"))
         args = parser.parse_args(argv)
@@ -118,7 +104,8 @@ def train(args):
     training.seed(args.seed)
     model = MODELS[args.model](splits.train.dim, len(splits.train.classes)).to(world.device)
     optimizer = training.OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
-    steps, schedule = data.steps(splits.train, args.batch_size), SCHEDULES[args.schedule]
+    steps = data.steps(splits.train, args.batch_size)
+    schedule = training.schedule(args.schedule, HALVINGS)
     run = training.Run(args, world, model, optimizer, schedule, steps, ema=args.ema)
 
     def batches(epoch, start):

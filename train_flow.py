@@ -11,7 +11,7 @@
     Fig. 2, 3, samples beside real sets           draw_samples: samples.png
     App. C.2, recipe: 12 blocks, dopri5 at 1e-5,
     Adam 1e-3, halved every 100 of 1000 epochs,
-    batches of 128                                the defaults; SCHEDULES["halve"]
+    batches of 128                                the defaults; HALVINGS
 
 PPLL is log p(x₁, …, xₙ) / n of an ordered set, in nats; for SpatialMNIST in units of pixels, for
 ModelNet of the scaled shape. Bits per dimension are −PPLL / (d ln 2) in the same units.
@@ -40,11 +40,7 @@ from exnode import GRADIENTS, TRACES, SetFlow
 from solvers import SolverError, Stats
 
 FIELDS = ("attention", "deepsets", "transformer")
-SCHEDULES = {
-    "halve": training.halve(10),
-    "cosine": training.cosine,
-    "one-cycle": training.one_cycle,
-}
+HALVINGS = 10  # intervals of the run, each with half the learning rate of the one before
 EVALUATE_STEPS = 200  # training steps between evaluations, in whole epochs
 VALID_POINTS = 6400  # points, of all sets together, in an evaluation
 SCORE_SETS = 1000  # samples that are scored at the end
@@ -88,11 +84,6 @@ def parse(argv=None):
     add("--coupling", choices=choices, default="swaps", help="of noise to points, for matching")
     help = "noise that matching resolves, as a share of the data's deviation"
     add("--finest", type=number(float, 1e-6), default=0.1, help=help)
-    choices = training.OPTIMIZERS
-    add("--optimizer", choices=choices, default="adam", help="muon takes fewer, dearer steps")
-    add("--lr", type=number(float, 0), default=1e-3, help="largest learning rate")
-    add("--schedule", choices=SCHEDULES, default="halve", help="of the learning rate")
-    add("--ema", type=number(float, 0), default=0.0, help="decay of averaged weights, 0 for none")
     add("--clip", type=number(float, 0), default=math.inf, help="largest norm of a gradient")
     help = "sets of the test split that are read at the end; None: all"
     add("--test-sets", type=number(int, 2), help=help)
@@ -120,8 +111,6 @@ def check(parser, args, argv):
     for name, (other, value) in ONLY_WITH.items():
         if getattr(args, name) != parser.get_default(name) and getattr(args, other) != value:
             parser.error(f"argument --{name}: only with --{other} {value}")
-    if args.ema >= 1:
-        parser.error(f"argument --ema: {args.ema:g} is not below 1")
     if args.hidden[-1] % args.heads:
         parser.error(f"argument --heads: {args.heads} does not divide {args.hidden[-1]}")
     if args.field == "transformer" and len(set(args.hidden)) > 1:
@@ -234,7 +223,8 @@ def train(args):
     model = make_model(args, splits.train.dim).to(world.device)
     start(args, model, splits.train)
     optimizer = training.OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
-    steps, schedule = data.steps(splits.train, args.batch_size), SCHEDULES[args.schedule]
+    steps = data.steps(splits.train, args.batch_size)
+    schedule = training.schedule(args.schedule, HALVINGS)
     every = -(-EVALUATE_STEPS // steps)
     settings = {"ema": args.ema, "clip": args.clip, "every": every}
     run = training.Run(args, world, model, optimizer, schedule, steps, **settings)

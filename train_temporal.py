@@ -11,7 +11,7 @@
     App. C.3, recipe: 64 points, latent
     128, dopri5 at 1e-3 and 1e-4, Adam
     1e-3, halved every 50 of 100 epochs,
-    batches of 128                         the defaults; SCHEDULES["halve"]
+    batches of 128                         the defaults; HALVINGS
     Eq. 11, ELBO                           measure_elbo; --objective elbo
     Eq. 12, 13, sampling at any time       decode
     Fig. 5, 6, samples, red and green      samples.png, moving.png; frame
@@ -55,11 +55,7 @@ from metrics import chamfer
 from sets import TransformerField
 from solvers import SolverError
 
-SCHEDULES = {
-    "halve": training.halve(2),
-    "cosine": training.cosine,
-    "one-cycle": training.one_cycle,
-}
+HALVINGS = 2  # intervals of the run, each with half the learning rate of the one before
 HIDDEN = dict(zip(DECODERS, ([512] * 3, [128] * 3, [128] * 4)))
 DIM, PIECE = 2, 2**15  # of a point; points that are decoded at once
 UNITS = "nats per point, in pixels: log p / n on half a canvas − 2 ln 14; kl in nats per series"
@@ -107,12 +103,6 @@ def parse(argv=None):
     add("--kl", type=number(float, 0), default=0.05, help="weight of the KL in matching")
     choices = ("swaps", "none")
     add("--coupling", choices=choices, default="swaps", help="of noise to points, for matching")
-    choices = training.OPTIMIZERS
-    add("--optimizer", choices=choices, default="adam", help="muon takes fewer, dearer steps")
-    add("--lr", type=number(float, 0), default=1e-3, help="largest learning rate")
-    add("--schedule", choices=SCHEDULES, default="halve", help="of the learning rate")
-    help = "decay of averaged weights, or 0 for none"
-    add("--ema", type=number(float, 0), default=0.0, help=help)
     help = "how to differentiate a solve; None: adjoint, but for matching, where z is all, backprop"
     add("--gradient", choices=GRADIENTS, help=help)
     add("--trace", choices=TRACES, default="hutchinson", help="of the ELBO in training")
@@ -151,8 +141,6 @@ def check(parser, args):
         parser.error("--at gives the times of --reconstruct")
     if args.classifier and (args.sample or args.reconstruct):
         parser.error("--classifier reads the test series: not with --sample or --reconstruct")
-    if args.ema >= 1:
-        parser.error(f"argument --ema: {args.ema:g} is not below 1")
     for name in ("kl", "coupling"):
         if args.objective == "elbo" and getattr(args, name) != parser.get_default(name):
             parser.error(f"--{name} is for --objective matching")
@@ -399,7 +387,8 @@ def train(args):
         x = splits.train.draw(np.arange(min(len(splits.train), 500)))[0]
         model.decoder.standardise(torch.from_numpy(x).to(world.device))
     optimizer = training.OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
-    steps, schedule = data.steps(splits.train, args.batch_size), SCHEDULES[args.schedule]
+    steps = data.steps(splits.train, args.batch_size)
+    schedule = training.schedule(args.schedule, HALVINGS)
     settings = {"ema": args.ema, "every": -(-EVALUATE_STEPS // steps)}
     run = training.Run(args, world, model, optimizer, schedule, steps, **settings)
     valid = splits.valid.some(args.valid_series)

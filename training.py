@@ -56,6 +56,7 @@ except ImportError:  # on Windows
 
 FORMAT = "exnode checkpoint 1"
 OPTIMIZERS = {"adam": torch.optim.Adam, "muon": Muon}
+SCHEDULES = ("halve", "cosine", "one-cycle")
 SAVE_SECONDS = 300  # between checkpoints within an epoch
 SHOW_SECONDS = (0.5, 30)  # between progress lines: on a terminal, elsewhere
 PLACE_OPTIONS = (  # may differ between runs that compute the same
@@ -82,13 +83,14 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-def number(kind, low):
-    """An argparse type: an int or float that is finite and at least `low`."""
+def number(kind, low, below=math.inf):
+    """An argparse type: an int or float that is at least `low` and below a finite limit."""
 
     def parse(text):
         value = kind(text)
-        if not low <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is less than {low} or infinite")
+        if not low <= value < below:
+            limit = "infinite" if below == math.inf else f"not below {below}"
+            raise argparse.ArgumentTypeError(f"{text} is less than {low} or {limit}")
         return value
 
     parse.__name__ = kind.__name__  # for argparse's own message
@@ -119,6 +121,12 @@ def options(description, name, epochs, batch_size):
     add("--minutes", type=number(float, 0.01), help=help)
     help = "sets per step, over all processes"
     add("--batch-size", type=number(int, 2), default=batch_size, help=help)
+    help = "muon takes fewer, dearer steps"
+    add("--optimizer", choices=OPTIMIZERS, default="adam", help=help)
+    add("--lr", type=number(float, 0), default=1e-3, help="largest learning rate")
+    add("--schedule", choices=SCHEDULES, default="halve", help="of the learning rate")
+    help = "decay of averaged weights, or 0 for none"
+    add("--ema", type=number(float, 0, below=1), default=0.0, help=help)
     return parser
 
 
@@ -154,6 +162,7 @@ def check_memory(need, world, what):
 def command(main, usage=()):
     """Run a script's main() and return its exit code; exceptions in `usage` are the user's."""
     name = Path(sys.argv[0]).name
+    torch.set_flush_denormal(True)  # or the tails of sharp attention take a third of a CPU's time
     try:
         main()
     except (UsageError, *usage) as e:
@@ -168,6 +177,7 @@ def command(main, usage=()):
         say(f"{name}: {e or 'interrupted'}")
         return 130
     finally:
+        torch.set_flush_denormal(False)
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0
@@ -384,6 +394,11 @@ def commit():
 
 
 # -------------------------------------------------------------------------------------- schedules
+def schedule(name, intervals):
+    """Share of the largest learning rate at a progress from 0 to 1; "halve" has intervals."""
+    return {"halve": halve(intervals), "cosine": cosine, "one-cycle": one_cycle}[name]
+
+
 def halve(intervals):
     """Half as large in each of so many equal intervals as in the one before."""
     return lambda progress: 0.5 ** min(int(progress * intervals + 1e-9), intervals - 1)

@@ -544,7 +544,7 @@ def test_the_defaults_are_the_paper_s_recipe():
     assert args.times == [0, 0.25, 0.5, 0.75, 1]
     assert (args.points, args.latent, args.batch_size, args.epochs) == (64, 128, 128, 100)
     assert (args.objective, args.decoder, args.lr) == ("elbo", "concatsquash", 1e-3)
-    rate = train_temporal.SCHEDULES[args.schedule]
+    rate = training.schedule(args.schedule, train_temporal.HALVINGS)
     assert [rate(epoch / 100) for epoch in (0, 49, 50, 99)] == [1, 1, 0.5, 0.5]
     model = train_temporal.build(args)
     settings = {"method": "dopri5", "rtol": 1e-3, "atol": 1e-4, "options": None}
@@ -569,4 +569,4 @@ def test_a_decoder_that_attends_can_be_evaluated_and_trained_by_either_objective
 
 
 def test_help_names_every_option_with_its_default(capsys):
-    check_help(train_temporal, capsys, 30)
+    check_help(train_temporal, capsys, 33)
