@@ -2,15 +2,16 @@
 
     m ← μ m + (1 − μ) g,   W ← W − 10 lr √max(1, rows/columns) · U Vᵀ,   U S Vᵀ = g + μ (m − g)
 
-All directions of the momentum advance alike, not only the few with large gradients. Vectors, and
-matrices with a short side (the first and last layers), take Adam's step with lr. In short runs of
-our classifier it took about half of Adam's steps. torch.optim.Muon computes U Vᵀ in bfloat16, which
-is slow on most CPUs; and it leaves Adam's share to a second optimiser.
+All directions of the momentum advance alike, not only the few with large gradients. Vectors,
+matrices with a short side (the first and last layers) and those whose orthogonalisation would take
+most of a step's time (the GRU's) take Adam's step with lr. In short runs of our classifier it took
+about half of Adam's steps. torch.optim.Muon computes U Vᵀ in bfloat16, which is slow on most CPUs;
+and it leaves Adam's share to a second optimiser.
 """
 
 import torch
 
-SHORT = 64  # a matrix with a side below this is Adam's
+SHORT, LONG = 64, 1024  # a matrix with a side below or above is Adam's
 
 
 def orthogonal(m):
@@ -33,7 +34,7 @@ class Muon(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                if p.dim() == 2 and min(p.shape) >= SHORT:
+                if p.dim() == 2 and SHORT <= min(p.shape) and max(p.shape) <= LONG:
                     self.orthogonal_step(p, self.state[p], **group)
                 else:
                     self.adam_step(p, self.state[p], **group)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muon import SHORT, Muon, orthogonal
+from muon import LONG, SHORT, Muon, orthogonal
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.floats(1e-6, 1e6), st.integers(0, 2**31))
@@ -22,6 +22,7 @@ def test_the_step_has_the_directions_of_the_matrix_and_singular_values_about_one
 def test_vectors_and_thin_matrices_take_adam_s_step():
     torch.manual_seed(0)
     start = [torch.randn(7), torch.randn(SHORT - 1, 200), torch.randn(2, 3, 80)]
+    start += [torch.randn(LONG + 1, SHORT)]
     ours, theirs = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
     muon = Muon(ours, lr=0.01)
     adam = torch.optim.Adam(theirs, lr=0.01, betas=(0.9, 0.99))
