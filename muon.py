@@ -34,7 +34,7 @@ class Muon(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                if p.dim() == 2 and SHORT <= min(p.shape) and max(p.shape) <= LONG:
+                if p.dim() == 2 and min(p.shape) >= SHORT and max(p.shape) <= LONG:
                     self.orthogonal_step(p, self.state[p], **group)
                 else:
                     self.adam_step(p, self.state[p], **group)
