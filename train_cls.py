@@ -166,7 +166,8 @@ def evaluate_only(args):
     model = MODELS[args.model](splits.test.dim, len(splits.test.classes))
     training.load_weights(model, state, path)
     model.to(world.device).eval()
-    return {"test": test_metrics(model, splits.test, args.batch_size, world)}
+    test = test_metrics(model, splits.test, args.batch_size, world)
+    return training.write_evaluation(test, args, world)
 
 
 def main(argv=None):

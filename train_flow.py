@@ -352,7 +352,9 @@ def evaluate_only(args):
     world, model = training.connect(args), read_run(args)
     test = load_sets(args).test
     check_memory(args, world, data.span(test.points)[1], pairs=True)
-    return {"test": measure(args, model.to(world.device), test, world)}
+    return training.write_evaluation(
+        measure(args, model.to(world.device), test, world), args, world
+    )
 
 
 def main(argv=None):

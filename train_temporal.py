@@ -579,7 +579,8 @@ def read_series(path):
 
 def evaluate_only(args):
     world, model = restore(args)
-    return {"test": test_metrics(model, load_series(args).test, args, world)}
+    test = test_metrics(model, load_series(args).test, args, world)
+    return training.write_evaluation(test, args, world)
 
 
 def main(argv=None):

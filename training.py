@@ -6,7 +6,7 @@
 
 A run directory holds config.json (the options), metrics.jsonl (a line per evaluation), last.pt
 (everything needed to go on), best.pt (weights and options of the best evaluation) and, at the end,
-results.json. Files appear whole or not at all.
+results.json; --evaluate adds evaluation.json. Files appear whole or not at all.
 
 A script brings a model, a loss and an evaluation; `Run.fit` is the loop, and knows no more of them.
 Exit codes (`command`): 0 done, 1 training failed, 2 wrong usage or data, 130 interrupted and saved.
@@ -664,17 +664,30 @@ class Run:
             seed(self.args.seed + self.step, self.world.rank)
 
     def finish(self, test, **more):
-        """Write and return results.json: test metrics, and what it takes to repeat them."""
-        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        """Write and return results.json."""
         results = {"test": test, **more, "best": self.best, "steps": self.step}
         results |= {"epochs": self.step / self.steps, "seconds": round(self.clock, 1)}
-        results |= {"config": configuration(self.args), "seed": self.args.seed, "commit": commit()}
-        results |= {"versions": versions | {"numpy": np.__version__}, "command": sys.argv}
-        results |= {"device": str(self.world.device), "processes": self.world.size}
-        if self.world.rank == 0:
-            write_json(self.out / "results.json", results)
-        self.world.wait()
-        return results
+        return write_results(self.out / "results.json", results, self.args, self.world)
+
+
+def write_results(path, results, args, world):
+    """Write and return results with what it takes to repeat them."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    results |= {"config": configuration(args), "seed": args.seed, "commit": commit()}
+    results |= {"versions": versions | {"numpy": np.__version__}, "command": sys.argv}
+    results |= {"device": str(world.device), "processes": world.size}
+    if world.rank == 0:
+        write_json(path, results)
+    world.wait()
+    return results
+
+
+def write_evaluation(test, args, world):
+    """Write and return evaluation.json in the run directory of --load."""
+    path = Path(args.load) / "evaluation.json"
+    results = write_results(path, {"test": test}, args, world)
+    say(f"{path} has the details")
+    return results
 
 
 def blend(average, state, share):

@@ -112,6 +112,8 @@ def test_a_finished_run_can_be_evaluated_again_also_with_other_points(whole, cap
     assert train_cls.main(["--load", str(out), "--evaluate"])["test"] == results["test"]
     more = train_cls.main(["--load", str(out), "--evaluate", "--points", "32"])
     assert more["test"]["accuracy"] != results["test"]["accuracy"]
+    assert json.loads((out / "evaluation.json").read_text()) == more
+    assert (more["config"]["points"], results["config"]["points"]) == (32, 6)
     capsys.readouterr()
     code, err = run_here(capsys, "--load", out, "--evaluate", "--model", "settransformer")
     assert (code, err.count("\n")) == (2, 1)
