@@ -565,7 +565,8 @@ def norm_with_tangents(norm, x, dx):
 def near(dim, width, heads):
     """A layer from (x, |x|²) to additions to q, k, v that start as −½ a²|xᵢ − xⱼ|² in the scores.
 
-    That is a²(xᵢ·xⱼ − ½|xⱼ|²) up to what all j share. Each head has its own a, from 0.3 to 10.
+    That is a²(xᵢ·xⱼ − ½|xⱼ|²) up to what all j share. Each head has its own a, from 0.3, where the
+    other terms of the scores matter more, to 10, where they do not.
     """
     layer, size = nn.Linear(dim + 1, 3 * width), width // heads
     if size <= dim:
@@ -585,8 +586,8 @@ def near(dim, width, heads):
 class TransformerLayer(nn.Module):
     """h + attention(norm(h), x), then h + network(norm(h)); a condition is added before the first.
 
-    Scores between points start as those of near: without it, to see its neighbours is what a layer
-    learns last.
+    near adds to the scores of attention: without it, to see its neighbours is what a layer learns
+    last.
     """
 
     def __init__(self, dim, width, heads, extra):

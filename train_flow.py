@@ -8,10 +8,11 @@
     python train_flow.py --load runs/flow --evaluate
 
     Table 2, PPLL in the paper's units            ppll, Split.log_unit
-    Fig. 2, 3, samples beside real sets           draw_samples: samples.png
+    Fig. 3, samples beside real sets              draw_samples: samples.png
+    Fig. 4, more points than in training          --sample K --points N
     App. C.2, recipe: 12 blocks, dopri5 at 1e-5,
-    Adam 1e-3, halved every 100 of 1000 epochs,
-    batches of 128                                the defaults; HALVINGS
+    Adam 1e-3, halved every 100 epochs, batches
+    of 128; authors' code: 1000 epochs            the defaults; INTERVALS
 
 PPLL is log p(x₁, …, xₙ) / n of an ordered set, in nats; for SpatialMNIST in units of pixels, for
 ModelNet of the scaled shape. Bits per dimension are −PPLL / (d ln 2) in the same units.
@@ -40,7 +41,7 @@ from exnode import GRADIENTS, TRACES, SetFlow
 from solvers import SolverError, Stats
 
 FIELDS = ("attention", "deepsets", "transformer")
-HALVINGS = 10  # intervals of the run, each with half the learning rate of the one before
+INTERVALS = 10  # of the run, each with half the learning rate of the one before
 EVALUATE_STEPS = 200  # training steps between evaluations, in whole epochs
 VALID_POINTS = 6400  # points, of all sets together, in an evaluation
 SCORE_SETS = 1000  # samples that are scored at the end
@@ -102,7 +103,8 @@ def check(parser, args, argv):
     if args.finetune and (args.load or args.objective == "matching"):
         parser.error("--finetune RUN trains by likelihood: leave out --load and --objective")
     if args.load:  # what is not on the command line is as it was in that run
-        parser.set_defaults(**training.read_json(Path(args.load) / "config.json"))
+        config = training.read_json(Path(args.load) / "config.json")
+        parser.set_defaults(**config, out=args.load)
     elif args.finetune:
         before = training.read_json(Path(args.finetune) / "config.json")
         kept = (*MODEL_OPTIONS, "data", "category", "points", "seed")
@@ -224,7 +226,7 @@ def train(args):
     start(args, model, splits.train)
     optimizer = training.OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
     steps = data.steps(splits.train, args.batch_size)
-    schedule = training.schedule(args.schedule, HALVINGS)
+    schedule = training.schedule(args.schedule, INTERVALS)
     every = -(-EVALUATE_STEPS // steps)
     settings = {"ema": args.ema, "clip": args.clip, "every": every}
     run = training.Run(args, world, model, optimizer, schedule, steps, **settings)
@@ -271,9 +273,7 @@ def measure(args, model, test, world):
 
 
 def finish(args, run, model, test):
-    results = measure(args, model, test, run.world)
-    parameters = sum(p.numel() for p in model.parameters())
-    results = run.finish(results, parameters=parameters)
+    """Pictures, then the test, which takes longer, and results.json, which marks the end."""
     if run.world.rank == 0:
         out, points = Path(args.out), data.span(test.points)[1]
         draw_curves(out)
@@ -281,7 +281,8 @@ def finish(args, run, model, test):
         real = real.draw(np.arange(len(real)))[0]
         draw_samples(out / "samples.png", draw_sets(model, 18, points, args.seed), real)
         draw_path(out, model, points, args.seed)
-    return results
+    results = measure(args, model, test, run.world)
+    return run.finish(results, parameters=sum(p.numel() for p in model.parameters()))
 
 
 # ---------------------------------------------------------------------------------- pictures
@@ -338,10 +339,11 @@ def sample(args):
     model.to(world.device)
     args.points = args.points or data.POINTS["mnist" if model.dim == 2 else "modelnet"]["flow"]
     check_memory(args, world, args.points)
-    name = Path(args.load) / f"samples-{args.sample}x{args.points}-seed{args.seed}"
+    name = Path(args.out) / f"samples-{args.sample}x{args.points}-seed{args.seed}"
     begun = time.monotonic()
     sets = draw_sets(model, args.sample, args.points, args.seed)
     seconds = time.monotonic() - begun
+    name.parent.mkdir(parents=True, exist_ok=True)
     training.write(Path(f"{name}.npy"), lambda f: np.save(f, sets.cpu().numpy()))
     draw_samples(f"{name}.png", sets[:27])
     training.say(f"{name}.npy and .png: {seconds / args.sample:.3g} s per set")

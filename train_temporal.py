@@ -10,8 +10,8 @@
     Sec. 4.4, five fixed times             --times; --random-times for other grids
     App. C.3, recipe: 64 points, latent
     128, dopri5 at 1e-3 and 1e-4, Adam
-    1e-3, halved every 50 of 100 epochs,
-    batches of 128                         the defaults; HALVINGS
+    1e-3, batches of 128; authors' code:
+    halved every 50 of 100 epochs          the defaults; INTERVALS
     Eq. 11, ELBO                           measure_elbo; --objective elbo
     Eq. 12, 13, sampling at any time       decode
     Fig. 5, 6, samples, red and green      samples.png, moving.png; frame
@@ -30,10 +30,11 @@ Departures from the paper
   And whether a classifier of still digits reads reconstructions, turned back, as it reads the sets
   that were given: `--classifier`, a run of `train_cls.py --data mnist`.
 - `--objective matching` regresses the decoder on straight paths, in units of the data's deviation,
-  instead of solving it: error per coordinate + --kl · KL / coordinates of a series. Were noise and
-  points paired at random, 4.6 · error would be −log p + const (exnode.schedule), and 0.2 the ELBO's
-  own weight. Noise assigned to near points leaves less to explain: after 375 steps on the built-in
-  digits (one seed, 32 points) the KL was 19 nats and rising with 0.043, 4.5 and falling with 0.22.
+  instead of solving it: error per coordinate + --kl · KL / coordinates of a series. With noise and
+  points paired at random (--coupling none) 2.4 · error is about −log p + const (ln(1 + 1/ε) in
+  exnode.schedule), so that 0.42 is the ELBO's own weight. Noise assigned to near points leaves less
+  to explain: after 375 steps on the built-in digits (one seed, 32 points) the KL was 19 nats and
+  rising with 0.043, 4.5 and falling with 0.22.
 - In pictures and files a point keeps its base point y over time (Eq. 13 draws y anew at each time),
   so that it moves continuously; the distribution of the set at each time is the same.
 - "Halved every 50 epochs" is "after half the run", so that any budget has all of it.
@@ -41,6 +42,7 @@ Departures from the paper
 
 import argparse
 import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,17 +54,16 @@ import pictures
 import training
 from exnode import DECODERS, GRADIENTS, TRACES, SetClassifier, TemporalSetVAE
 from metrics import chamfer
-from sets import TransformerField
 from solvers import SolverError
 
-HALVINGS = 2  # intervals of the run, each with half the learning rate of the one before
-HIDDEN = dict(zip(DECODERS, ([512] * 3, [128] * 3, [128] * 4)))
+INTERVALS = 2  # of the run, each with half the learning rate of the one before
+HIDDEN = {"concatsquash": [512] * 3, "attention": [128] * 3, "transformer": [128] * 4}
 DIM, PIECE = 2, 2**15  # of a point; points that are decoded at once
 UNITS = "nats per point, in pixels: log p / n on half a canvas − 2 ln 14; kl in nats per series"
 EVALUATE_STEPS = 400  # training steps between evaluations, in whole epochs
 TRAINING = (  # options without a meaning for a finished run
     "objective", "random_times", "kl", "coupling", "optimizer", "lr", "schedule", "ema", "gradient",
-    "trace", "epochs", "minutes", "valid_series",
+    "epochs", "minutes", "valid_series",
 )  # fmt: skip
 
 
@@ -105,7 +106,8 @@ def parse(argv=None):
     add("--coupling", choices=choices, default="swaps", help="of noise to points, for matching")
     help = "how to differentiate a solve; None: adjoint, but for matching, where z is all, backprop"
     add("--gradient", choices=GRADIENTS, help=help)
-    add("--trace", choices=TRACES, default="hutchinson", help="of the ELBO in training")
+    help = "of the ELBO in training; in a test too with a transformer, else that is exact"
+    add("--trace", choices=TRACES, default="hutchinson", help=help)
     add("--valid-series", type=number(int, 1), default=256, help="at most, per validation")
     add("--test-series", type=number(int, 1), default=1000, help="at most, in the test")
     help = "a run of train_cls.py on upright digits: does it recognise reconstructions?"
@@ -113,7 +115,7 @@ def parse(argv=None):
     add("--load", metavar="RUN", help="a run directory; its options are the defaults")
     add("--evaluate", action="store_true", help="only test the best weights of --load")
     add("--sample", type=number(int, 1), metavar="K", help="draw K series from --load")
-    help = "reconstruct your series (T, n, 2) or (B, T, n, 2) with --load; NaN: no point there"
+    help = "your series (T, n, 2) or (B, T, n, 2), centred, half a canvas 1, y up; NaN: no point"
     add("--reconstruct", metavar="FILE.npy", help=help)
     help = "times of the sets in --reconstruct; None: evenly spaced from 0 to 1"
     add("--at", type=times, help=help)
@@ -139,16 +141,24 @@ def check(parser, args):
         parser.error("--resume is for training, not for --load")
     if args.at and args.reconstruct is None:
         parser.error("--at gives the times of --reconstruct")
-    if args.classifier and (args.sample or args.reconstruct):
+    mine = args.classifier != parser.get_default("classifier")  # not that of the run
+    if mine and (args.sample or args.reconstruct):
         parser.error("--classifier reads the test series: not with --sample or --reconstruct")
     for name in ("kl", "coupling"):
         if args.objective == "elbo" and getattr(args, name) != parser.get_default(name):
             parser.error(f"--{name} is for --objective matching")
+    if args.trace != parser.get_default("trace") and not reads_trace(args):
+        parser.error("--trace: without --objective elbo or a transformer, nothing would read it")
     if args.random_times > 1001:
         parser.error(f"argument --random-times: {args.random_times} is more than 1001")
     if args.random_times and len(args.times) < 2 and not args.load:
         parser.error("--random-times wants a first and a last of --times")
     return args
+
+
+def reads_trace(args):
+    """Whether --trace matters: in training by the ELBO, or where the exact trace is dear."""
+    return args.decoder == "transformer" or (args.objective == "elbo" and not args.load)
 
 
 def read_config(run):
@@ -229,29 +239,30 @@ def shared_batches(split, args, world, what):
 
 
 @torch.no_grad()
-def exact_elbo(model, x, t, generator):
-    """Parts of Eq. 11 per series, log-likelihood and KL, with the exact trace where it is cheap."""
-    trace = model.decoder.trace
-    if not isinstance(model.decoder.blocks[0].field, TransformerField):
-        model.decoder.trace = "exact"
+def elbo_parts(model, x, t, generator, trace="exact"):
+    """Parts of Eq. 11 per series, log-likelihood and KL, whatever trace training has."""
+    before, model.decoder.trace = model.decoder.trace, trace
     try:
         return model.elbo_parts(x, t, generator=generator)
     finally:
-        model.decoder.trace = trace
+        model.decoder.trace = before
 
 
 def measure_elbo(model, split, args, world):
     """The mean ELBO of a split's series and its parts, as UNITS says."""
     total = torch.zeros(3, dtype=torch.float64, device=world.device)
     draws, points = generator(args, world), len(split.times) * split.points
+    trace = args.trace if args.decoder == "transformer" else "exact"
     for batch in shared_batches(split, args, world, "ELBO"):
-        log_p, kl = (part.double() for part in exact_elbo(model, batch.x, batch.t, draws))
+        parts = elbo_parts(model, batch.x, batch.t, draws, trace)
+        log_p, kl = (part.double() for part in parts)
         log_p = log_p / points + split.log_unit
         total += torch.stack([log_p, kl, (log_p - kl / points) ** 2]).sum(1)
     log_p, kl, square = (world.sum(total) / len(split)).tolist()
     elbo = log_p - kl / points
     error = (max(square - elbo**2, 0) / max(len(split) - 1, 1)) ** 0.5
-    return {"elbo": elbo, "log_likelihood": log_p, "kl": kl, "standard_error": error}
+    results = {"elbo": elbo, "log_likelihood": log_p, "kl": kl, "standard_error": error}
+    return {**results, "trace": trace}
 
 
 def test_times(trained):
@@ -278,7 +289,8 @@ def measure_sets(model, split, args, world):
         x, truth, again = batch.x.split([len(trained), len(at), len(at)], 1)
         made = decode(model, model.encode(x, t).mean, at, args.points, draws)
         for k, rival in enumerate((made, x[:, nearest], again)):
-            total[k] += chamfer(rival, truth).double().sum(0)
+            for i in range(len(at)):  # one by one, for their (B, n, n) distances
+                total[k, i] += chamfer(rival[:, i], truth[:, i]).double().sum()
     rows = (world.sum(total) / len(split)).T.tolist()
     names = ("t", "kind", "model", "copy", "floor")
     return [dict(zip(names, (t, kind_of(t, trained), *row))) for t, row in zip(at, rows)]
@@ -316,15 +328,16 @@ def measure_recognition(model, classifier, split, args, world):
 
 def test_metrics(model, split, args, world):
     """ELBO, and Chamfer distances for each time and on average over times of a kind."""
+    classifier = read_classifier(args.classifier).to(world.device) if args.classifier else None
     split, means = split.some(args.test_series), {}
     metrics, rows = measure_elbo(model, split, args, world), measure_sets(model, split, args, world)
-    if args.classifier:
-        classifier = read_classifier(args.classifier).to(world.device)
+    if classifier:
         metrics["recognised"] = measure_recognition(model, classifier, split, args, world)
     for kind in dict.fromkeys(row["kind"] for row in rows):
         mine = [row for row in rows if row["kind"] == kind]
         means[kind] = {k: sum(r[k] for r in mine) / len(mine) for k in ("model", "copy", "floor")}
-    return {**metrics, "units": UNITS, "series": len(split), "chamfer": means, "at_times": rows}
+    metrics |= {"units": UNITS, "series": len(split), "chamfer": means, "at_times": rows}
+    return {**metrics, "trained_between": bool(args.random_times)}  # then nothing is unseen there
 
 
 def show(metrics):
@@ -388,7 +401,7 @@ def train(args):
         model.decoder.standardise(torch.from_numpy(x).to(world.device))
     optimizer = training.OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
     steps = data.steps(splits.train, args.batch_size)
-    schedule = training.schedule(args.schedule, HALVINGS)
+    schedule = training.schedule(args.schedule, INTERVALS)
     settings = {"ema": args.ema, "every": -(-EVALUATE_STEPS // steps)}
     run = training.Run(args, world, model, optimizer, schedule, steps, **settings)
     valid = splits.valid.some(args.valid_series)
@@ -399,13 +412,12 @@ def train(args):
 
     batches = make_batches(args, splits.train, world)
     run.fit(make_loss(args, splits.train), batches, evaluate, best="valid_elbo")
-    metrics = test_metrics(model, splits.test, args, world)
-    results = run.finish(metrics, parameters=sum(p.numel() for p in model.parameters()))
     if world.rank == 0:
         draw_curves(Path(args.out), args.objective)
         draw_samples(Path(args.out), args, model, generator(args, world))
         draw_reconstructions(Path(args.out), args, model, splits.test, generator(args, world))
-    return results
+    metrics = test_metrics(model, splits.test, args, world)
+    return run.finish(metrics, parameters=sum(p.numel() for p in model.parameters()))
 
 
 # --------------------------------------------------------------------------------------- pictures
@@ -470,7 +482,8 @@ def draw_samples(out, args, model, draws):
     z0 = torch.randn(12, args.latent, device=draws.device, generator=draws)
     x = decode(model, z0[:6], at, args.points, draws).cpu().numpy()
     rows = [(str(i + 1), at, sets) for i, sets in enumerate(x)]
-    title = "samples; red: between trained times, green: beyond"
+    between = "within the trained range" if args.random_times else "between trained times"
+    title = f"samples; red: {between}, green: beyond"
     draw_rows(out / "samples.png", rows, trained, title)
     fine = np.linspace(trained[0], trained[-1] + 0.5, 31).round(9).tolist()
     x = decode(model, z0, fine, args.points, draws).cpu().numpy()
@@ -479,9 +492,10 @@ def draw_samples(out, args, model, draws):
 
 @torch.no_grad()
 def draw_reconstructions(out, args, model, split, draws):
-    """reconstructions.png and latent.png: of the first test series of four classes."""
+    """reconstructions.png and latent.png: of the first test series of (up to) four classes."""
     trained, at = args.times, test_times(args.times)
     _, first = np.unique(split.labels[split.index], return_index=True)
+    first = first if len(first) > 1 else np.arange(len(split))
     truth = at_times(split, at).draw(first[spread(len(first), 4)])[0]
     x = torch.from_numpy(truth[:, [at.index(t) for t in trained]]).to(draws.device)
     z0 = model.encode(x, torch.tensor(trained, dtype=torch.float64)).mean
@@ -516,8 +530,9 @@ def keep(args, name, x, rows, trained, title):
     name = Path(args.out) / name
     training.write(name.with_name(f"{name.name}.npy"), lambda f: np.save(f, x))
     draw_rows(f"{name}.png", rows, trained, title)
-    moving = x if x.ndim == 4 else x[None]
-    draw_moving(f"{name}-moving.png", moving[:24], args.times, trained, title)
+    moving, pick = x if x.ndim == 4 else x[None], spread(len(args.times), 200)
+    times = [args.times[k] for k in pick]
+    draw_moving(f"{name}-moving.png", moving[:24, pick], times, trained, title)
     training.say(f"{name}.npy {x.shape}, {name}.png and {name}-moving.png")
     return {"sets": x, "times": args.times, "file": f"{name}.npy"}
 
@@ -537,7 +552,7 @@ def sample(args):
 def reconstruct(args):
     """--reconstruct: a person's own series, as the model sees them, at --times."""
     x, one = read_series(args.reconstruct)
-    at = args.at or np.linspace(0, 1, x.shape[1]).tolist()
+    at = args.at or np.linspace(0, 1, x.shape[1]).round(9).tolist()
     if len(at) != x.shape[1]:
         raise training.UsageError(f"--at has {len(at)} times for the {x.shape[1]} sets of a series")
     world, model = restore(args)
@@ -563,18 +578,20 @@ def read_series(path):
 
     try:
         x = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as e:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as e:
         raise wrong(str(e).partition("\n")[0] or "empty") from None
     if not isinstance(x, np.ndarray) or x.dtype.kind not in "fiu":
         raise wrong("not one array of numbers")
     if x.ndim not in (3, 4) or x.shape[-1] != DIM or not x.size:
         raise wrong(f"shape {x.shape}, not (T, n, {DIM}) or (B, T, n, {DIM})")
+    with np.errstate(over="ignore"):
+        x = x.astype(np.float32)
     odd = np.isinf(x).any(-1) | (np.isnan(x).any(-1) != np.isnan(x).all(-1))
     if odd.any():
         raise wrong(f"point {np.argwhere(odd)[0].tolist()} is infinite, or partly NaN")
     if (empty := np.isnan(x).all((-2, -1))).any():
         raise wrong(f"set {np.argwhere(empty)[0].tolist()} has no points")
-    return (x[None] if x.ndim == 3 else x).astype(np.float32), x.ndim == 3
+    return (x[None] if x.ndim == 3 else x), x.ndim == 3
 
 
 def evaluate_only(args):
@@ -593,7 +610,7 @@ def main(argv=None):
             return reconstruct(args)
         results = evaluate_only(args) if args.evaluate else train(args)
     except SolverError as e:
-        raise training.TrainingError(f"{e}; checkpoints are in {args.out}") from None
+        raise training.TrainingError(f"{e}; checkpoints are in {args.load or args.out}") from None
     show(results["test"])
     return results
 

@@ -60,7 +60,8 @@ SCHEDULES = ("halve", "cosine", "one-cycle")
 SAVE_SECONDS = 300  # between checkpoints within an epoch
 SHOW_SECONDS = (0.5, 30)  # between progress lines: on a terminal, elsewhere
 PLACE_OPTIONS = (  # may differ between runs that compute the same
-    "out", "root", "resume", "cuda", "load", "evaluate", "runs", "sample", "reconstruct"
+    "out", "root", "resume", "cuda", "load", "evaluate", "runs", "sample", "reconstruct",
+    "at",
 )  # fmt: skip
 
 
@@ -152,8 +153,10 @@ def check_memory(need, world, what):
     """An error, before the machine chokes, if so many bytes are more than it has."""
     if world.device.type == "cuda":
         have = torch.cuda.mem_get_info(world.device)[1]
-    else:
+    elif hasattr(os, "sysconf"):
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:  # on Windows
+        return
     if need > have:
         need, have = (f"{size / 2**30:.0f} GiB" for size in (need, have))
         raise UsageError(f"{what}: takes about {need} of memory, and there are {have}")
@@ -174,7 +177,7 @@ def command(main, usage=()):
         say(f"{name}: {e}")
         return 1
     except KeyboardInterrupt as e:
-        say(f"{name}: {e or 'interrupted'}")
+        say(f"{name}: {str(e) or 'interrupted'}")
         return 130
     finally:
         torch.set_flush_denormal(False)
@@ -364,8 +367,9 @@ def prepare(args, world):
         try:
             out.mkdir(parents=True, exist_ok=True)
             there = {path.name for path in out.iterdir() if path.suffix != ".part"}
-            if not there:
+            if there <= {"config.json"}:  # nothing has been trained here yet
                 write_json(out / "config.json", config)
+                there = set()
         except OSError as e:
             raise UsageError(f"--out {out}: {e.strerror}") from None
         if there and "config.json" not in there:
@@ -485,6 +489,8 @@ class Run:
                     self.advance(objective, batch)
                     if self.step == self.total:
                         break
+            if self.world.sum(torch.tensor(float(self.stop))).item():  # in the last evaluation
+                raise Interrupted(f"interrupted, saved in {self.out / 'last.pt'}; --resume goes on")
         if not (self.out / "best.pt").exists():
             raise TrainingError(f"no evaluation in {self.out} gave a finite {best}")
         load_weights(self.model, read_checkpoint(self.out / "best.pt"), self.out / "best.pt")
@@ -551,6 +557,7 @@ class Run:
 
     def evaluate(self, evaluate, best):
         """A line in metrics.jsonl, and best.pt if it is the best so far."""
+        self.save()  # an evaluation may fail
         begun = time.monotonic()
         weights = self.model.state_dict()
         if self.average:  # evaluate the average in place of the weights
@@ -683,9 +690,14 @@ def write_results(path, results, args, world):
 
 
 def write_evaluation(test, args, world):
-    """Write and return evaluation.json in the run directory of --load."""
-    path = Path(args.load) / "evaluation.json"
-    results = write_results(path, {"test": test}, args, world)
+    """Write and return evaluation.json in --out, which is the --load RUN if not said otherwise."""
+    path = Path(args.out) / "evaluation.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        results = write_results(path, {"test": test}, args, world)
+    except OSError as e:
+        found = json.dumps(test)
+        raise UsageError(f"--out {args.out}: {e.strerror}; the test found {found}") from None
     say(f"{path} has the details")
     return results
 

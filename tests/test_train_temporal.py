@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import struct
 import zlib
@@ -25,7 +26,7 @@ from pictures import COLOURS
 TINY = ["--points", "6", "--times", "0,0.5,1", "--category", "1", "--hidden", "32,32"]
 TINY += ["--latent", "2", "--lr", "1e-2", "--valid-series", "16", "--test-series", "16"]
 MATCHING = [*TINY, "--objective", "matching", "--random-times", "2", "--ema", "0.8"]
-MATCHING += ["--batch-size", "16", "--epochs", "12"]
+MATCHING += ["--batch-size", "16", "--epochs", "12", "--kl", "0.4"]
 ELBO = [*TINY, "--trace", "exact", "--gradient", "checkpoint", "--batch-size", "16"]
 ELBO += ["--epochs", "3"]
 LOAD_SERIES = train_temporal.load_series
@@ -196,7 +197,7 @@ def test_the_elbo_is_below_log_p_which_many_samples_and_a_grid_agree_on():
     density = proposal.log_prob(grid[:, 0]).exp() * 0.02  # the ELBO by the same grid
     elbo = (density * (joint - proposal.log_prob(grid[:, 0]))).sum().item()
     assert elbo < log_p - 0.01
-    parts = train_temporal.exact_elbo(model, x.expand(1500, -1, -1, -1), t, None)
+    parts = train_temporal.elbo_parts(model, x.expand(1500, -1, -1, -1), t, None)
     draws = parts[0] - parts[1]
     assert draws.mean().item() == pytest.approx(elbo, abs=4 * draws.std().item() / 1500**0.5)
     assert draws.mean().item() < log_p
@@ -208,7 +209,7 @@ def test_the_measured_elbo_has_no_noise_of_the_trace_whatever_training_has():
 
     def measure(seed):
         torch.manual_seed(seed)  # of the trace's noise, if there were any
-        return train_temporal.exact_elbo(model, x, t, torch.Generator().manual_seed(0))
+        return train_temporal.elbo_parts(model, x, t, torch.Generator().manual_seed(0))
 
     exact = measure(1)
     model.decoder.trace = "hutchinson"
@@ -347,6 +348,22 @@ def test_a_wrong_classifier_is_one_line_and_exit_code_2(run, digits, tmp_path, c
     assert (code, err.count("\n")) == (2, 1)
 
 
+def test_a_run_with_a_classifier_can_be_sampled(run, digits, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    config = json.loads((run / "config.json").read_text()) | {"classifier": str(digits)}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    made = train_temporal.main(["--load", str(tmp_path / "run"), "--sample", "1"])
+    assert made["sets"].shape == (1, 3, 6, 2)
+
+
+def test_a_start_that_failed_does_not_block_its_directory(tmp_path, capsys):
+    out = ["--out", str(tmp_path / "run")]
+    code, _ = run_here(capsys, *MATCHING, *out, "--category", "11")
+    assert code == 2
+    results = train_temporal.main([*MATCHING, "--epochs", "1", *out])
+    assert results["config"]["category"] == "1"
+
+
 def test_samples_of_a_run_depend_on_the_seed_only(run, tmp_path):
     def sample(seed, name):
         options = ["--sample", "3", "--times", "0:1.5:0.25", "--points", "9", "--seed", seed]
@@ -455,6 +472,7 @@ WRONG = [
     ["--hidden", ""],
     ["--kl", "0.1"],
     ["--coupling", "none"],
+    ["--trace", "exact", "--objective", "matching"],
     ["--kl", "-1", "--objective", "matching"],
     ["--ema", "1"],
     ["--lr", "nan"],
@@ -544,7 +562,7 @@ def test_the_defaults_are_the_paper_s_recipe():
     assert args.times == [0, 0.25, 0.5, 0.75, 1]
     assert (args.points, args.latent, args.batch_size, args.epochs) == (64, 128, 128, 100)
     assert (args.objective, args.decoder, args.lr) == ("elbo", "concatsquash", 1e-3)
-    rate = training.schedule(args.schedule, train_temporal.HALVINGS)
+    rate = training.schedule(args.schedule, train_temporal.INTERVALS)
     assert [rate(epoch / 100) for epoch in (0, 49, 50, 99)] == [1, 1, 0.5, 0.5]
     model = train_temporal.build(args)
     settings = {"method": "dopri5", "rtol": 1e-3, "atol": 1e-4, "options": None}
@@ -565,7 +583,7 @@ def test_a_decoder_that_attends_can_be_evaluated_and_trained_by_either_objective
         loss.backward()
         moved = [p.grad.abs().sum() > 0 for p in model.decoder.parameters() if p.grad is not None]
         assert any(moved)
-        train_temporal.exact_elbo(model.eval(), batch.x, batch.t, None)
+        train_temporal.elbo_parts(model.eval(), batch.x, batch.t, None)
 
 
 def test_help_names_every_option_with_its_default(capsys):
