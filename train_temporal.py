@@ -3,6 +3,7 @@
     python train_temporal.py                               built-in digits, no download
     python train_temporal.py --data mnist --cuda           the paper's recipe
     python train_temporal.py --data mnist --objective matching --minutes 30
+    python train_temporal.py --finetune runs/temporal --objective matching --kl 0.01 --out runs/two
     python train_temporal.py --load runs/temporal --sample 6 --times 0:1.5:0.05 --points 500
     python train_temporal.py --load runs/temporal --reconstruct mine.npy --at 0,0.3,0.55,1
     python train_temporal.py --load runs/temporal --evaluate --classifier runs/digits
@@ -61,9 +62,10 @@ HIDDEN = {"concatsquash": [512] * 3, "attention": [128] * 3, "transformer": [128
 DIM, PIECE = 2, 2**15  # of a point; points that are decoded at once
 UNITS = "nats per point, in pixels: log p / n on half a canvas − 2 ln 14; kl in nats per series"
 EVALUATE_STEPS = 400  # training steps between evaluations, in whole epochs
+MODEL_OPTIONS = ("data", "category", "points", "times", "decoder", "hidden", "latent", "seed")
 TRAINING = (  # options without a meaning for a finished run
     "objective", "random_times", "kl", "coupling", "optimizer", "lr", "schedule", "ema", "gradient",
-    "epochs", "minutes", "valid_series",
+    "epochs", "minutes", "valid_series", "finetune",
 )  # fmt: skip
 
 
@@ -91,6 +93,8 @@ def parse(argv=None):
     parser = training.options("Model sets over time.", "temporal", epochs=100, batch_size=128)
     add, number = parser.add_argument, training.number
     add("--objective", choices=("elbo", "matching"), default="elbo", help="matching: no solver")
+    help = "start from the best weights of a RUN, whose data and model options are the defaults"
+    add("--finetune", metavar="RUN", help=help)
     add("--decoder", choices=DECODERS, default="concatsquash", help="field of the decoder's flow")
     help = "trained times, or of the output of --load: a list or start:stop:step"
     add("--times", type=times, default="0,0.25,0.5,0.75,1", help=help)
@@ -120,6 +124,12 @@ def parse(argv=None):
     help = "times of the sets in --reconstruct; None: evenly spaced from 0 to 1"
     add("--at", type=times, help=help)
     args = parser.parse_args(argv)
+    if args.finetune:
+        if args.load:
+            parser.error("--finetune trains: leave out --load")
+        config = read_config(args.finetune)
+        parser.set_defaults(**{k: v for k, v in config.items() if k in MODEL_OPTIONS})
+        args = parser.parse_args(argv)
     if args.load:  # what is not on the command line is as it was in that run
         config = read_config(args.load)
         parser.set_defaults(**config, out=args.load)
@@ -396,7 +406,10 @@ def train(args):
     splits = load_series(args)
     training.seed(args.seed)
     model = build(args).to(world.device)
-    if args.objective == "matching":
+    if args.finetune:
+        path = Path(args.finetune) / "best.pt"
+        training.load_weights(model, training.read_checkpoint(path), path)
+    elif args.objective == "matching":
         x = splits.train.draw(np.arange(min(len(splits.train), 500)))[0]
         model.decoder.standardise(torch.from_numpy(x).to(world.device))
     optimizer = training.OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)

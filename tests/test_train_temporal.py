@@ -356,6 +356,19 @@ def test_a_run_with_a_classifier_can_be_sampled(run, digits, tmp_path):
     assert made["sets"].shape == (1, 3, 6, 2)
 
 
+def test_finetuning_starts_from_a_run_and_changes_what_it_is_told(runs, tmp_path, capsys):
+    before, results = runs["matching"]
+    how = ["--objective", "matching", "--kl", "0.01", "--valid-series", "16", "--test-series", "16"]
+    how += ["--epochs", "1", "--batch-size", "16", "--out", str(tmp_path / "fine")]
+    config = train_temporal.main(["--finetune", str(before), *how])["config"]
+    assert (config["latent"], config["kl"], config["times"]) == (2, 0.01, [0, 0.5, 1])
+    assert lines(tmp_path / "fine")[0]["valid_elbo"] == pytest.approx(results["best"])
+    for wrong in (["--load", before, "--evaluate"], ["--latent", "3"]):
+        how[-1] = str(tmp_path / "wrong")
+        code, err = run_here(capsys, "--finetune", before, *how, *wrong)
+        assert (code, err.count("\n")) == (2, 1)
+
+
 def test_a_start_that_failed_does_not_block_its_directory(tmp_path, capsys):
     out = ["--out", str(tmp_path / "run")]
     code, _ = run_here(capsys, *MATCHING, *out, "--category", "11")
@@ -587,4 +600,4 @@ def test_a_decoder_that_attends_can_be_evaluated_and_trained_by_either_objective
 
 
 def test_help_names_every_option_with_its_default(capsys):
-    check_help(train_temporal, capsys, 33)
+    check_help(train_temporal, capsys, 34)
