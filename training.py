@@ -26,6 +26,7 @@ Decisions
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import os
@@ -220,6 +221,7 @@ class World:
 
 def connect(args):
     """The World that torchrun's environment and --cuda describe."""
+    commit()  # before someone changes the files
     rank, size, local = (
         int(os.environ.get(name, default))
         for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
@@ -386,8 +388,9 @@ def prepare(args, world):
     return read_json(out / "results.json") if (out / "results.json").exists() else None
 
 
+@functools.cache
 def commit():
-    """The version of this code: a commit, with a + if files have changed since."""
+    """The version of this code as the process starts: a commit, + if files have changed since."""
     git = ("git", "-C", str(Path(__file__).parent))
     try:
         head = subprocess.check_output([*git, "rev-parse", "HEAD"], stderr=subprocess.DEVNULL)
