@@ -1298,7 +1298,15 @@ def test_ctrl_c_exits_130_and_the_next_run_goes_on(server, tmp_path):
     ).read_bytes()
     server.faults = ["stall"]
     command = [sys.executable, "data.py", "modelnet", "--root", str(tmp_path), "--url", server.url]
-    process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # ignored behind a shell's &
+    )
     part = tmp_path / "ModelNet40.zip.part"
     while not (part.exists() and part.stat().st_size == len(body) // 2):
         assert process.poll() is None
