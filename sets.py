@@ -562,6 +562,11 @@ def norm_with_tangents(norm, x, dx):
     return y[..., 0, :] * norm.weight + norm.bias, dx * (scale * norm.weight)[..., None, :]
 
 
+def with_square(x):
+    """(x, |x|²)."""
+    return torch.cat([x, x.square().sum(-1, keepdim=True)], -1)
+
+
 def near(dim, width, heads):
     """A layer from (x, |x|²) to additions to q, k, v that start as −½ a²|xᵢ − xⱼ|² in the scores.
 
@@ -646,7 +651,7 @@ class TransformerField(Field):
 
     def forward(self, t, x, mask=None, context=None):
         x, extra = self.enter(t, x, mask, context)
-        place = torch.cat([x, x.square().sum(-1, keepdim=True)], -1)
+        place = with_square(x)
         h, extra = self.first(x), self.conditions(extra)
         for layer in self.layers:
             h = layer(h, place, extra, mask)
@@ -655,7 +660,7 @@ class TransformerField(Field):
     def value_and_jvp(self, t, x, e, mask=None, context=None):
         x, extra = self.enter(t, x, mask, context)
         e = keep(e, mask).movedim(0, -2)
-        place = torch.cat([x, x.square().sum(-1, keepdim=True)], -1)
+        place = with_square(x)
         dplace = torch.cat([e, 2 * (e * x[..., None, :]).sum(-1, keepdim=True)], -1)
         h, dh, extra = self.first(x), e @ self.first.weight.T, self.conditions(extra)
         for layer in self.layers:

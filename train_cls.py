@@ -161,10 +161,9 @@ def train_several(args):
 
 
 def evaluate_only(args):
-    world, path = training.connect(args), Path(args.load) / "best.pt"
-    state, splits = training.read_checkpoint(path), load_sets(args)
+    world, splits = training.connect(args), load_sets(args)
     model = MODELS[args.model](splits.test.dim, len(splits.test.classes))
-    training.load_weights(model, state, path)
+    training.load_best(model, args.load)
     model.to(world.device).eval()
     test = test_metrics(model, splits.test, args.batch_size, world)
     return training.write_evaluation(test, args, world)

@@ -256,8 +256,7 @@ def train(args):
 def start(args, model, train):
     """Weights of --finetune, or data in units of their own for matching."""
     if args.finetune:
-        path = Path(args.finetune) / "best.pt"
-        training.load_weights(model, training.read_checkpoint(path), path)
+        training.load_best(model, args.finetune)
     elif args.objective == "matching":
         x, mask, _ = train.draw(np.arange(min(len(train), 2000)))
         model.standardise(*(None if a is None else torch.from_numpy(a) for a in (x, mask)))

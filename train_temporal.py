@@ -308,12 +308,12 @@ def measure_sets(model, split, args, world):
 
 def read_classifier(run):
     """The best model of a run of train_cls.py on all ten digits."""
-    path, config = Path(run) / "best.pt", training.read_json(Path(run) / "config.json")
+    config = training.read_json(Path(run) / "config.json")
     name = config.get("model", "") if isinstance(config, dict) else ""
     if name not in ("exnode-deepsets", "exnode-attention"):
         raise training.UsageError(f"--classifier {run}: not an exnode model of train_cls.py")
     model = SetClassifier(DIM, 10, field=name.removeprefix("exnode-"))
-    training.load_weights(model, training.read_checkpoint(path), path)
+    training.load_best(model, run)
     return model.eval()
 
 
@@ -407,8 +407,7 @@ def train(args):
     training.seed(args.seed)
     model = build(args).to(world.device)
     if args.finetune:
-        path = Path(args.finetune) / "best.pt"
-        training.load_weights(model, training.read_checkpoint(path), path)
+        training.load_best(model, args.finetune)
     elif args.objective == "matching":
         x = splits.train.draw(np.arange(min(len(splits.train), 500)))[0]
         model.decoder.standardise(torch.from_numpy(x).to(world.device))
@@ -526,11 +525,10 @@ def draw_reconstructions(out, args, model, split, draws):
 # --------------------------------------------------------------------------------- finished runs
 def restore(args):
     """The best model of --load, and where it is."""
-    world, path = training.connect(args), Path(args.load) / "best.pt"
+    world, model = training.connect(args), build(args)
     sets = 6 * (args.sample or 1) * len(args.times) * args.points  # the output, while it is made
     check_memory(args, world, 1, 8 * max(args.hidden), sets)
-    state, model = training.read_checkpoint(path), build(args)
-    training.load_weights(model, state, path)
+    training.load_best(model, args.load)
     try:
         Path(args.out).mkdir(parents=True, exist_ok=True)
     except OSError as e:

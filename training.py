@@ -357,6 +357,12 @@ def load_weights(model, state, path):
         raise UsageError(f"{path}: of another model ({str(e).splitlines()[0]})") from None
 
 
+def load_best(model, run):
+    """The best weights of a run directory."""
+    path = Path(run) / "best.pt"
+    load_weights(model, read_checkpoint(path), path)
+
+
 def configuration(args):
     """The options that a run's numbers depend on."""
     return {k: v for k, v in sorted(vars(args).items()) if k not in PLACE_OPTIONS}
@@ -496,7 +502,7 @@ class Run:
                 raise Interrupted(f"interrupted, saved in {self.out / 'last.pt'}; --resume goes on")
         if not (self.out / "best.pt").exists():
             raise TrainingError(f"no evaluation in {self.out} gave a finite {best}")
-        load_weights(self.model, read_checkpoint(self.out / "best.pt"), self.out / "best.pt")
+        load_best(self.model, self.out)
         self.model.eval()
 
     def progress(self):

@@ -1303,9 +1303,7 @@ def test_ctrl_c_exits_130_and_the_next_run_goes_on(server, tmp_path):
         cwd=REPOSITORY,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # ignored behind a shell's &
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # if ignored, as behind &
     )
     part = tmp_path / "ModelNet40.zip.part"
     while not (part.exists() and part.stat().st_size == len(body) // 2):
