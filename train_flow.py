@@ -42,7 +42,7 @@ from solvers import SolverError, Stats
 
 FIELDS = ("attention", "deepsets", "transformer")
 INTERVALS = 10  # of the run, each with half the learning rate of the one before
-EVALUATE_STEPS = 200  # training steps between evaluations, in whole epochs
+EVALUATE_STEPS = 250  # training steps from one evaluation to the next
 VALID_POINTS = 6400  # points, of all sets together, in an evaluation
 SCORE_SETS = 1000  # samples that are scored at the end
 ONLY_WITH = {  # options that would otherwise do nothing
@@ -227,8 +227,7 @@ def train(args):
     optimizer = training.OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
     steps = data.steps(splits.train, args.batch_size)
     schedule = training.schedule(args.schedule, INTERVALS)
-    every = -(-EVALUATE_STEPS // steps)
-    settings = {"ema": args.ema, "clip": args.clip, "every": every}
+    settings = {"ema": args.ema, "clip": args.clip, "every": EVALUATE_STEPS}
     run = training.Run(args, world, model, optimizer, schedule, steps, **settings)
     valid = splits.valid.some(-(-VALID_POINTS // points))
 

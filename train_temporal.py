@@ -61,7 +61,7 @@ INTERVALS = 2  # of the run, each with half the learning rate of the one before
 HIDDEN = {"concatsquash": [512] * 3, "attention": [128] * 3, "transformer": [128] * 4}
 DIM, PIECE = 2, 2**15  # of a point; points that are decoded at once
 UNITS = "nats per point, in pixels: log p / n on half a canvas − 2 ln 14; kl in nats per series"
-EVALUATE_STEPS = 400  # training steps between evaluations, in whole epochs
+EVALUATE_STEPS = 800  # training steps from one evaluation to the next
 MODEL_OPTIONS = ("data", "category", "points", "times", "decoder", "hidden", "latent", "seed")
 TRAINING = (  # options without a meaning for a finished run
     "objective", "random_times", "kl", "coupling", "optimizer", "lr", "schedule", "ema", "gradient",
@@ -414,7 +414,7 @@ def train(args):
     optimizer = training.OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
     steps = data.steps(splits.train, args.batch_size)
     schedule = training.schedule(args.schedule, INTERVALS)
-    settings = {"ema": args.ema, "every": -(-EVALUATE_STEPS // steps)}
+    settings = {"ema": args.ema, "every": EVALUATE_STEPS}
     run = training.Run(args, world, model, optimizer, schedule, steps, **settings)
     valid = splits.valid.some(args.valid_series)
 

@@ -444,16 +444,17 @@ class Run:
     """A model in training: everything that a checkpoint holds, and the loop.
 
     schedule  progress in [0, 1] → factor of the optimiser's learning rate
-    steps     batches per epoch; an evaluation follows every `every` epochs
+    steps     batches per epoch
+    every     steps from one evaluation to the next; None: an epoch
     ema       decay of an average of the weights, which is then what is evaluated and kept as best
     clip      largest gradient norm
     """
 
     def __init__(
-        self, args, world, model, optimizer, schedule, steps, ema=0.0, clip=math.inf, every=1,
+        self, args, world, model, optimizer, schedule, steps, ema=0.0, clip=math.inf, every=None,
     ):  # fmt: skip
         self.args, self.world, self.model, self.optimizer = args, world, model, optimizer
-        self.schedule, self.steps, self.every, self.decay = schedule, steps, every, ema
+        self.schedule, self.steps, self.every, self.decay = schedule, steps, every or steps, ema
         self.clip, self.out, self.budget = clip, Path(args.out), 60 * (args.minutes or 0)
         self.average = {k: v.clone() for k, v in model.state_dict().items()} if ema else None
         for group in optimizer.param_groups:
@@ -489,14 +490,12 @@ class Run:
             objective = DistributedDataParallel(objective)
         with self.alone(), self.signals():
             while self.step < self.total or self.evaluated < self.step:
-                epoch, start = divmod(self.step, self.steps)
-                due = start == 0 and epoch % self.every == 0
-                if self.evaluated < self.step and (due or self.step == self.total):
+                if self.evaluated < self.step and self.due():
                     self.evaluate(evaluate, best)
                     continue
-                for batch in batches(epoch, start):
+                for batch in batches(*divmod(self.step, self.steps)):
                     self.advance(objective, batch)
-                    if self.step == self.total:
+                    if self.due():
                         break
             if self.world.sum(torch.tensor(float(self.stop))).item():  # in the last evaluation
                 raise Interrupted(f"interrupted, saved in {self.out / 'last.pt'}; --resume goes on")
@@ -504,6 +503,10 @@ class Run:
             raise TrainingError(f"no evaluation in {self.out} gave a finite {best}")
         load_best(self.model, self.out)
         self.model.eval()
+
+    def due(self):
+        """Whether an evaluation belongs here."""
+        return self.step % self.every == 0 or self.step == self.total
 
     def progress(self):
         if self.plan is None:
@@ -560,7 +563,7 @@ class Run:
         if share < 1 / 20 or (measured < 10 and share < 1 / 2):
             return
         taken = self.clock - self.probe[1] if measured else self.clock
-        each = taken / (measured or self.step) + self.evaluating / (self.steps * self.every)
+        each = taken / (measured or self.step) + self.evaluating / self.every
         more = int((self.budget - self.clock - self.evaluating) / each)
         self.plan = (self.step, self.progress(), self.step + max(more, 0))
 

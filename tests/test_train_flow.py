@@ -24,7 +24,7 @@ script, run_here = partial(start, "train_flow.py"), partial(call, train_flow)
 @pytest.fixture(scope="module", autouse=True)
 def often(module_patch):
     """Evaluate after every epoch of these short runs."""
-    module_patch.setattr(train_flow, "EVALUATE_STEPS", 1)
+    module_patch.setattr(train_flow, "EVALUATE_STEPS", 20)
 
 
 @pytest.fixture(scope="module")

@@ -291,7 +291,7 @@ def test_minutes_fix_a_plan_that_fits_and_that_a_resumed_run_keeps(tmp_path):
 
     run = toy(tmp_path / "a", minutes=2 / 60)
     fit(run, slow)
-    assert 1 < run.clock < 4  # two seconds, on a noisy machine
+    assert 1 < run.clock < 10  # two seconds, on a machine that others load
     assert run.step == run.total
     assert run.progress() == 1
     assert lines(tmp_path / "a")[-1]["lr"] < 1e-5
