@@ -6,9 +6,10 @@ RUFF   := ruff==0.17.4
 .PHONY: demo test lint bench clean
 
 demo: .venv/.installed
+	rm -rf runs/demo
 	$(BIN)/python train_flow.py --objective matching --field transformer --blocks 1 \
 	  --hidden 64,64,64 --coupling none --optimizer muon --lr 2e-3 --schedule one-cycle \
-	  --ema 0.99 --tolerance 1e-3 --test-sets 200 --minutes 1.5 --out runs/demo --resume
+	  --ema 0.99 --tolerance 1e-3 --test-sets 200 --minutes 1.5 --out runs/demo
 
 test: .venv/.installed lint
 	$(BIN)/python -m pytest

@@ -29,7 +29,7 @@ Departures from the paper:
 """
 
 import math
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -346,6 +346,7 @@ def assign(x, z, mask=None, sweeps=3):
     return z
 
 
+@cache
 def round_robin(n):
     """Every pair of n once, in rounds of disjoint pairs: `(rounds, 2, n // 2)`."""
     even = n + n % 2  # with an odd n, whoever meets the extra one rests

@@ -35,17 +35,17 @@ def mean(x, mask):
 
 
 @torch.no_grad()
-def chamfer_matrix(xs, ys, pairs=2**23):
+def chamfer_matrix(xs, ys, pairs=2**23, watch=iter):
     """Chamfer distances `(A, B)` of A sets to B sets, in pieces of about so many point pairs."""
     some = max(1, pairs // (xs.shape[-2] * ys.shape[-2]))
     rows = []
-    for x in xs:
+    for x in watch(xs):
         rows.append(torch.cat([chamfer(x, part) for part in ys.split(some)]))
     return torch.stack(rows)
 
 
-def sample_scores(samples, real):
-    """Scores of as many generated sets as real ones, `(N, n, d)` each.
+def sample_scores(samples, real, watch=iter):
+    """Scores of as many generated sets as real ones, `(N, n, d)` each; watch(rows) sees progress.
 
     1-NNA    share of all 2N sets whose nearest other set is of their own kind: 0.5 is ideal
     MMD      mean over real sets of the distance to the nearest sample: smaller is better
@@ -53,8 +53,9 @@ def sample_scores(samples, real):
     """
     if len(samples) != len(real) or len(real) < 2:
         raise ValueError(f"as many samples as real sets, at least 2: {len(samples)}, {len(real)}")
-    cross = chamfer_matrix(samples, real)
-    own = [chamfer_matrix(sets, sets).fill_diagonal_(math.inf) for sets in (samples, real)]
+    cross = chamfer_matrix(samples, real, watch=watch)
+    own = [chamfer_matrix(sets, sets, watch=watch) for sets in (samples, real)]
+    own = [distances.fill_diagonal_(math.inf) for distances in own]
     near = torch.cat([own[0].amin(1) < cross.amin(1), own[1].amin(1) < cross.amin(0)])
     return {
         "1-NNA": near.double().mean().item(),

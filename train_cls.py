@@ -29,6 +29,7 @@ import torch
 from torch.nn import functional as F
 
 import data
+import pictures
 import training
 from exnode import SetClassifier
 from sets import DeepSets, SetTransformer
@@ -57,10 +58,10 @@ def parse(argv=None):
     args = parser.parse_args(argv)
     if bool(args.load) != args.evaluate:
         parser.error("--load RUN and --evaluate go together")
-    if args.load:  # what is not on the command line is as it was in that run
-        config = training.read_json(Path(args.load) / "config.json")
-        parser.set_defaults(**config, out=args.load)
-        args = parser.parse_args(argv)
+    if args.load:
+        args = training.parse_finished(args.load, parser, argv, more=("smoothing",))
+        if args.runs > 1:
+            parser.error("--runs is for training, not for --load")
     return args
 
 
@@ -125,23 +126,25 @@ def train(args):
     metrics = test_metrics(model, splits.test, args.batch_size, world)
     parameters = sum(p.numel() for p in model.parameters())
     if world.rank == 0:
-        draw(Path(args.out), metrics, args.model)
+        draw_curves(Path(args.out), args.model)
+        draw_confusion(Path(args.out) / "confusion.png", metrics, args.model)
     return run.finish(metrics, parameters=parameters, test_sets=len(splits.test))
 
 
-def draw(out, metrics, title):
-    """curves.png and confusion.png in the run directory."""
-    import pictures  # only where it draws
-
+def draw_curves(out, title):
+    """curves.png in the run directory."""
     lines = training.read_metrics(out)
     names = ("loss", "valid_loss", "valid_accuracy")
     epoch = {name: [line["epoch"] for line in lines if line[name] is not None] for name in names}
     value = {name: [line[name] for line in lines if line[name] is not None] for name in names}
     series = {name.replace("_", " "): (epoch[name], value[name]) for name in names}
     pictures.write_png(out / "curves.png", pictures.curves(series, "epoch", title=title))
+
+
+def draw_confusion(path, metrics, title):
     title = f"{title}: accuracy {metrics['accuracy']:.4f}"
     matrix = pictures.confusion(metrics["confusion"], list(metrics["per_class"]), title)
-    pictures.write_png(out / "confusion.png", matrix)
+    pictures.write_png(path, matrix)
 
 
 def train_several(args):
@@ -166,7 +169,10 @@ def evaluate_only(args):
     training.load_best(model, args.load)
     model.to(world.device).eval()
     test = test_metrics(model, splits.test, args.batch_size, world)
-    return training.write_evaluation(test, args, world)
+    results = training.write_evaluation(test, args, world)
+    if world.rank == 0:
+        draw_confusion(Path(args.out) / "evaluation.png", test, args.model)
+    return results
 
 
 def main(argv=None):

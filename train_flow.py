@@ -21,13 +21,18 @@ Departures from the paper
 - `--objective matching` regresses the same field on straight paths from data to noise. It puts
   data into units of their own mean and deviation first (`SetFlow.standardise`).
 - The test likelihood has the exact trace, or for the transformer, which has no shortcut to it,
-  Hutchinson's unbiased estimate with --probes probes (`--trace exact`: the trace itself, slowly).
-- Weights are selected on held-out training sets. The test sets are read once, at the end.
+  Hutchinson's unbiased estimate with --probes probes, unless --trace says otherwise.
+- Weights are selected on held-out training sets, of which about VALID_POINTS points are read, at a
+  tolerance of 1e-3 at the tightest. The test sets are read once, at the end.
+- "Halved every 100 epochs" is "after each tenth of the run", so that any budget has all of it.
+- A transformer field, Muon and averaged weights are options, for what they gain see the README.
 """
 
+import copy
 import math
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -38,20 +43,25 @@ import metrics
 import pictures
 import training
 from exnode import GRADIENTS, TRACES, SetFlow
-from solvers import SolverError, Stats
+from solvers import Stats
 
 FIELDS = ("attention", "deepsets", "transformer")
 INTERVALS = 10  # of the run, each with half the learning rate of the one before
 EVALUATE_STEPS = 250  # training steps from one evaluation to the next
 VALID_POINTS = 6400  # points, of all sets together, in an evaluation
 SCORE_SETS = 1000  # samples that are scored at the end
+PIECE = 2**16  # points that are sampled at once
 ONLY_WITH = {  # options that would otherwise do nothing
     "steps": ("method", "rk4"),
     "tolerance": ("method", "dopri5"),
     "gradient": ("objective", "likelihood"),
     "coupling": ("objective", "matching"),
     "finest": ("objective", "matching"),
+    "heads": ("field", "attention", "transformer"),
+    "time": ("field", "attention", "deepsets"),
+    "probes": ("trace", None, "hutchinson"),
 }
+TRAINING = ("objective", "finetune", "gradient", "coupling", "finest", "clip")
 MODEL_OPTIONS = ("blocks", "hidden", "heads", "field", "time")
 
 
@@ -73,7 +83,7 @@ def parse(argv=None):
     add("--blocks", type=number(int, 1), default=12, help="in the chain")
     add("--hidden", type=training.widths, default=[128] * 3, help="widths of a field's layers")
     add("--heads", type=number(int, 1), default=4, help="of attention")
-    add("--time", action="store_true", help="fields read t; transformers always do")
+    add("--time", action="store_true", help="fields read t, as transformers always do")
     help = "None: hutchinson in training; at the end exact, or hutchinson for the transformer"
     add("--trace", choices=TRACES, help=help)
     add("--probes", type=number(int, 1), default=1, help="of Hutchinson's estimator")
@@ -85,7 +95,7 @@ def parse(argv=None):
     add("--coupling", choices=choices, default="swaps", help="of noise to points, for matching")
     help = "noise that matching resolves, as a share of the data's deviation"
     add("--finest", type=number(float, 1e-6), default=0.1, help=help)
-    add("--clip", type=number(float, 0), default=math.inf, help="largest norm of a gradient")
+    add("--clip", type=number(float, 0), help="largest norm of a gradient; None: any")
     help = "sets of the test split that are read at the end; None: all"
     add("--test-sets", type=number(int, 2), help=help)
     add("--load", metavar="RUN", help="a run directory, for --sample or --evaluate")
@@ -102,18 +112,16 @@ def check(parser, args, argv):
         parser.error("--load RUN goes with either --sample K or --evaluate")
     if args.finetune and (args.load or args.objective == "matching"):
         parser.error("--finetune RUN trains by likelihood: leave out --load and --objective")
-    if args.load:  # what is not on the command line is as it was in that run
-        config = training.read_json(Path(args.load) / "config.json")
-        parser.set_defaults(**config, out=args.load)
+    if args.load:
+        args = training.parse_finished(args.load, parser, argv, TRAINING)
     elif args.finetune:
-        before = training.read_json(Path(args.finetune) / "config.json")
-        kept = (*MODEL_OPTIONS, "data", "category", "points", "seed")
-        parser.set_defaults(**{k: v for k, v in before.items() if k in kept})
-    args = parser.parse_args(argv)
-    for name, (other, value) in ONLY_WITH.items():
-        if getattr(args, name) != parser.get_default(name) and getattr(args, other) != value:
-            parser.error(f"argument --{name}: only with --{other} {value}")
-    if args.hidden[-1] % args.heads:
+        names = (*MODEL_OPTIONS, "data", "category", "points", "seed")
+        args = training.parse_as_in(args.finetune, parser, argv, names)
+    for name, (other, *values) in ONLY_WITH.items():
+        if getattr(args, name) != parser.get_default(name) and getattr(args, other) not in values:
+            values = " or ".join(value for value in values if value)
+            parser.error(f"argument --{name}: only with --{other} {values}")
+    if args.field != "deepsets" and args.hidden[-1] % args.heads:
         parser.error(f"argument --heads: {args.heads} does not divide {args.hidden[-1]}")
     if args.field == "transformer" and len(set(args.hidden)) > 1:
         parser.error("argument --hidden: a transformer wants one width, once for every layer")
@@ -126,42 +134,50 @@ def load_sets(args):
     )
 
 
-def make_model(args, dim, trace=None, tolerance=None):
-    """The chain of blocks; for an evaluation, with another trace or tolerance."""
-    tolerance = tolerance or args.tolerance
-    solver = {"method": args.method, "rtol": tolerance, "atol": tolerance}
+def make_model(args, dim):
+    """The chain of blocks."""
+    solver = {"method": args.method, "rtol": args.tolerance, "atol": args.tolerance}
     if args.method == "rk4":
         solver["options"] = {"step_size": 0.5 / args.steps}
-    return SetFlow(
-        dim, args.blocks, args.hidden, args.heads, args.field, args.time, t1=0.5,
-        gradient=args.gradient, trace=trace or args.trace or "hutchinson", probes=args.probes,
-        **solver,
-    )  # fmt: skip
+    flow = {"gradient": args.gradient, "trace": args.trace or "hutchinson", "probes": args.probes}
+    sizes = (args.blocks, args.hidden, args.heads, args.field, args.time)
+    try:
+        return SetFlow(dim, *sizes, t1=0.5, **flow, **solver)
+    except ValueError as e:  # a width that is too small for its heads
+        raise training.UsageError(f"--hidden: {e}") from None
 
 
-def judge(args, model, tolerance=None):
-    """The same weights with the trace of an evaluation."""
-    trace = args.trace or ("hutchinson" if args.field == "transformer" else "exact")
-    twin = make_model(args, model.dim, trace, tolerance).to(model.mean.device)
-    twin.load_state_dict(model.state_dict())
-    return twin.eval()
+def judge(args, model, tolerance=0.0):
+    """The same model with the trace of an evaluation, at a tolerance that is no tighter."""
+    twin = copy.deepcopy(model).eval()
+    twin.trace = args.trace or ("hutchinson" if args.field == "transformer" else "exact")
+    for block in twin.blocks:
+        for name in ("rtol", "atol"):
+            block.settings[name] = max(block.settings[name], tolerance)
+    return twin
 
 
 def read_run(args):
     """The model with the best weights of --load RUN."""
     path = Path(args.load) / "best.pt"
     state = training.read_checkpoint(path)
-    if "mean" not in state["model"]:
+    if "mean" not in state.get("model", ()):
         raise training.UsageError(f"{path}: of another model, not of a set flow")
     model = make_model(args, len(state["model"]["mean"]))
     training.load_weights(model, state, path)
     return model.eval()
 
 
-def check_memory(args, world, points, sets=1, *, training_too=False, pairs=False):
-    """About what so many points take at once; pairs: the exact trace of attention."""
-    numbers = 30 * sum(args.hidden) if training_too else 12 * max(args.hidden)  # kept per point
-    need = 4 * sets * points * numbers + 4 * 8 * pairs * points**2
+def check_memory(args, world, points, sets=1, whole=0, *, training_too=False, pairs=False):
+    """About what so many points take at once; pairs: the exact trace of attention.
+
+    whole: of an output while it is made. Backpropagation keeps about 20 evaluations by dopri5.
+    """
+    kept = 30 * sum(args.hidden) if training_too else 12 * max(args.hidden)  # numbers per point
+    if training_too and args.objective == "likelihood" and args.gradient == "backprop":
+        evaluations = 20 if args.method == "dopri5" else 4 * args.steps
+        kept = max(kept, 2.5 * sum(args.hidden) * args.blocks * evaluations)
+    need = 4 * (whole + sets * points * kept + 8 * pairs * points**2)
     training.check_memory(need, world, f"{sets} sets of {points} points at once")
 
 
@@ -173,7 +189,7 @@ def measure_likelihood(model, split, batch_size, world, seed=0):
     generator = torch.Generator(world.device).manual_seed(seed + world.rank)
     batches = data.batches(split, batch_size, training=False, workers=1, **world.share)
     total = data.steps(split, batch_size, training=False)
-    for x, mask, *_ in training.watch(batches, total, "likelihood"):
+    for x, mask, *_ in training.watch("likelihood", batches, total):
         log_p = model.log_prob(x, mask, generator=generator, stats=stats).double()
         value = log_p / (x.shape[-2] if mask is None else mask.sum(-1)) + split.log_unit
         sums += torch.stack([value.sum(), value.square().sum()])
@@ -194,21 +210,23 @@ def draw_noise(model, sets, points, seed):
 
 
 @torch.no_grad()
-def draw_sets(model, sets, points, seed=0, most=2**16):
-    """`(sets, points, d)` samples, solved for about `most` points at a time."""
-    parts = draw_noise(model, sets, points, seed).split(max(1, most // points))
-    return torch.cat([model.decode(part) for part in training.watch(parts, len(parts), "sampling")])
+def draw_sets(model, sets, points, seed=0):
+    """`(sets, points, d)` samples, solved for about PIECE points at a time."""
+    parts = draw_noise(model, sets, points, seed).split(max(1, PIECE // points))
+    return torch.cat([model.decode(part) for part in training.watch("sampling", parts)])
 
 
 def measure_samples(model, split, seed, sets=SCORE_SETS):
     """Scores of generated sets against as many test sets, and the seconds each took."""
     split, points = split.some(sets), data.span(split.points)[1]
     sets = len(split)
-    real = torch.from_numpy(split.draw(np.arange(sets))[0])
+    real = torch.from_numpy(split.draw(np.arange(sets))[0]).to(model.mean.device)
     begun = time.monotonic()
-    samples = draw_sets(model, sets, points, seed).cpu()
+    samples = draw_sets(model, sets, points, seed)
+    samples.sum().item()  # a GPU has done its work only now
     seconds = (time.monotonic() - begun) / sets
-    return {**metrics.sample_scores(samples, real), "sets": sets, "seconds_per_sample": seconds}
+    scores = metrics.sample_scores(samples, real, partial(training.watch, "scores"))
+    return {**scores, "sets": sets, "seconds_per_sample": seconds}
 
 
 # ---------------------------------------------------------------------------------- training
@@ -227,7 +245,8 @@ def train(args):
     optimizer = training.OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
     steps = data.steps(splits.train, args.batch_size)
     schedule = training.schedule(args.schedule, INTERVALS)
-    settings = {"ema": args.ema, "clip": args.clip, "every": EVALUATE_STEPS}
+    clip = math.inf if args.clip is None else args.clip
+    settings = {"ema": args.ema, "clip": clip, "every": EVALUATE_STEPS}
     run = training.Run(args, world, model, optimizer, schedule, steps, **settings)
     valid = splits.valid.some(-(-VALID_POINTS // points))
 
@@ -242,13 +261,10 @@ def train(args):
         return -model.log_prob(batch.x, batch.mask).mean() / batch.x.shape[-2]
 
     def evaluate(model):
-        twin = judge(args, model, tolerance=max(args.tolerance, 1e-3))
+        twin = judge(args, model, tolerance=1e-3)
         return {"valid_ppll": measure_likelihood(twin, valid, args.batch_size, world)["ppll"]}
 
-    try:
-        run.fit(loss, batches, evaluate, best="valid_ppll")
-    except SolverError as e:
-        raise training.TrainingError(f"{e}; the last checkpoint is in {args.out}") from None
+    run.fit(loss, batches, evaluate, best="valid_ppll")
     return finish(args, run, model, splits.test)
 
 
@@ -264,7 +280,9 @@ def start(args, model, train):
 def measure(args, model, test, world):
     twin, test = judge(args, model), test.some(args.test_sets)
     results = measure_likelihood(twin, test, args.batch_size, world)
-    results |= {"trace": twin.trace, "tolerance": args.tolerance, "log_unit": test.log_unit}
+    results |= {"trace": twin.trace, "log_unit": test.log_unit}
+    if args.method == "dopri5":
+        results["tolerance"] = args.tolerance
     if (noise := test.noise()) is not None:
         results["noise"] = noise
     return results | {"samples": measure_samples(model, test, args.seed)}
@@ -336,25 +354,28 @@ def sample(args):
     world, model = training.connect(args), read_run(args)
     model.to(world.device)
     args.points = args.points or data.POINTS["mnist" if model.dim == 2 else "modelnet"]["flow"]
-    check_memory(args, world, args.points)
+    sets = min(args.sample, max(1, PIECE // args.points))
+    check_memory(args, world, args.points, sets, 4 * args.sample * args.points * model.dim)
     name = Path(args.out) / f"samples-{args.sample}x{args.points}-seed{args.seed}"
     begun = time.monotonic()
-    sets = draw_sets(model, args.sample, args.points, args.seed)
-    seconds = time.monotonic() - begun
+    sets = draw_sets(model, args.sample, args.points, args.seed).cpu()
+    seconds = (time.monotonic() - begun) / args.sample
     name.parent.mkdir(parents=True, exist_ok=True)
-    training.write(Path(f"{name}.npy"), lambda f: np.save(f, sets.cpu().numpy()))
+    training.write(Path(f"{name}.npy"), lambda f: np.save(f, sets.numpy()))
     draw_samples(f"{name}.png", sets[:27])
-    training.say(f"{name}.npy and .png: {seconds / args.sample:.3g} s per set")
-    return {"samples": sets.cpu(), "seconds_per_sample": seconds / args.sample}
+    training.say(f"{name}.npy and .png: {seconds:.3g} s per set")
+    return {"samples": sets, "seconds_per_sample": seconds}
 
 
 def evaluate_only(args):
     world, model = training.connect(args), read_run(args)
     test = load_sets(args).test
-    check_memory(args, world, data.span(test.points)[1], pairs=True)
-    return training.write_evaluation(
-        measure(args, model.to(world.device), test, world), args, world
-    )
+    if test.dim != model.dim:
+        raise training.UsageError(f"--load {args.load}: a model of {model.dim}-D, not {test.dim}-D")
+    sets = args.batch_size // world.size
+    check_memory(args, world, data.span(test.points)[1], sets, pairs=True)
+    found = measure(args, model.to(world.device), test, world)
+    return training.write_evaluation(found, args, world)
 
 
 def main(argv=None):

@@ -55,7 +55,6 @@ import pictures
 import training
 from exnode import DECODERS, GRADIENTS, TRACES, SetClassifier, TemporalSetVAE
 from metrics import chamfer
-from solvers import SolverError
 
 INTERVALS = 2  # of the run, each with half the learning rate of the one before
 HIDDEN = {"concatsquash": [512] * 3, "attention": [128] * 3, "transformer": [128] * 4}
@@ -64,8 +63,7 @@ UNITS = "nats per point, in pixels: log p / n on half a canvas − 2 ln 14; kl i
 EVALUATE_STEPS = 800  # training steps from one evaluation to the next
 MODEL_OPTIONS = ("data", "category", "points", "times", "decoder", "hidden", "latent", "seed")
 TRAINING = (  # options without a meaning for a finished run
-    "objective", "random_times", "kl", "coupling", "optimizer", "lr", "schedule", "ema", "gradient",
-    "epochs", "minutes", "valid_series", "finetune",
+    "objective", "random_times", "kl", "coupling", "gradient", "valid_series", "finetune",
 )  # fmt: skip
 
 
@@ -127,16 +125,9 @@ def parse(argv=None):
     if args.finetune:
         if args.load:
             parser.error("--finetune trains: leave out --load")
-        config = read_config(args.finetune)
-        parser.set_defaults(**{k: v for k, v in config.items() if k in MODEL_OPTIONS})
-        args = parser.parse_args(argv)
-    if args.load:  # what is not on the command line is as it was in that run
-        config = read_config(args.load)
-        parser.set_defaults(**config, out=args.load)
-        args = parser.parse_args(argv)
-        for name in TRAINING:
-            if getattr(args, name) != config.get(name, getattr(args, name)):
-                parser.error(f"--{name.replace('_', '-')} is for training, not for --load")
+        args = training.parse_as_in(args.finetune, parser, argv, MODEL_OPTIONS)
+    if args.load:
+        args = training.parse_finished(args.load, parser, argv, TRAINING)
     args.hidden = args.hidden or HIDDEN[args.decoder]
     args.gradient = args.gradient or {"elbo": "adjoint", "matching": "backprop"}[args.objective]
     return check(parser, args)
@@ -147,8 +138,6 @@ def check(parser, args):
     tasks = [args.evaluate, args.sample is not None, args.reconstruct is not None]
     if sum(tasks) != bool(args.load):
         parser.error("--load RUN goes with one of --evaluate, --sample and --reconstruct")
-    if args.load and args.resume:
-        parser.error("--resume is for training, not for --load")
     if args.at and args.reconstruct is None:
         parser.error("--at gives the times of --reconstruct")
     mine = args.classifier != parser.get_default("classifier")  # not that of the run
@@ -169,13 +158,6 @@ def check(parser, args):
 def reads_trace(args):
     """Whether --trace matters: in training by the ELBO, or where the exact trace is dear."""
     return args.decoder == "transformer" or (args.objective == "elbo" and not args.load)
-
-
-def read_config(run):
-    config = training.read_json(Path(run) / "config.json")
-    if not isinstance(config, dict) or not {"latent", "decoder", "times"} <= config.keys():
-        raise training.UsageError(f"--load {run}: not a run of train_temporal.py")
-    return config
 
 
 # ------------------------------------------------------------------------------- series and model
@@ -245,7 +227,7 @@ def generator(args, world):
 def shared_batches(split, args, world, what):
     """This process's batches of a split, with a line about progress every half minute."""
     batches = data.batches(split, args.batch_size, training=False, workers=1, **world.share)
-    return training.watch(batches, data.steps(split, args.batch_size, training=False), what)
+    return training.watch(what, batches, data.steps(split, args.batch_size, training=False))
 
 
 @torch.no_grad()
@@ -308,8 +290,7 @@ def measure_sets(model, split, args, world):
 
 def read_classifier(run):
     """The best model of a run of train_cls.py on all ten digits."""
-    config = training.read_json(Path(run) / "config.json")
-    name = config.get("model", "") if isinstance(config, dict) else ""
+    name = training.read_config(run).get("model", "")
     if name not in ("exnode-deepsets", "exnode-attention"):
         raise training.UsageError(f"--classifier {run}: not an exnode model of train_cls.py")
     model = SetClassifier(DIM, 10, field=name.removeprefix("exnode-"))
@@ -557,7 +538,7 @@ def sample(args):
     at = [args.times[k] for k in pick]
     rows = [(str(i + 1), at, sets[pick]) for i, sets in enumerate(x[:10])]
     name = f"samples-{args.sample}x{args.points}-seed{args.seed}"
-    return keep(args, name, x, rows, read_config(args.load)["times"], "samples")
+    return keep(args, name, x, rows, training.read_config(args.load)["times"], "samples")
 
 
 def reconstruct(args):
@@ -614,14 +595,11 @@ def evaluate_only(args):
 def main(argv=None):
     """The results, also printed: of a run, or of what is made from one."""
     args = parse(argv)
-    try:
-        if args.sample:
-            return sample(args)
-        if args.reconstruct is not None:
-            return reconstruct(args)
-        results = evaluate_only(args) if args.evaluate else train(args)
-    except SolverError as e:
-        raise training.TrainingError(f"{e}; checkpoints are in {args.load or args.out}") from None
+    if args.sample:
+        return sample(args)
+    if args.reconstruct is not None:
+        return reconstruct(args)
+    results = evaluate_only(args) if args.evaluate else train(args)
     show(results["test"])
     return results
 

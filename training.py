@@ -14,8 +14,8 @@ Exit codes (`command`): 0 done, 1 training failed, 2 wrong usage or data, 130 in
 Decisions
 - The learning rate is a function of progress in [0, 1], set before every step. Progress is steps
   done / steps planned. With --minutes it is the share of the time until a twentieth has passed;
-  then the measured speed fixes the number of steps, once. The plan is in the checkpoint, so that
-  from there on a resumed run repeats an uninterrupted one; another run may get another plan.
+  then the measured speed gives the number of steps, and again at a quarter, half and so on (PLANS),
+  because machines slow down. Such a run depends on the clock: another one has another plan.
 - Several processes compute what one would with the same total batch: gradients are averaged
   (DistributedDataParallel), and batch normalisation uses the statistics of all processes
   (`synchronise`; torch's SyncBatchNorm wants a GPU). The order of sums differs, so the last digits
@@ -49,6 +49,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from muon import Muon
+from solvers import SolverError
 
 try:
     import fcntl
@@ -58,8 +59,12 @@ except ImportError:  # on Windows
 FORMAT = "exnode checkpoint 1"
 OPTIMIZERS = {"adam": torch.optim.Adam, "muon": Muon}
 SCHEDULES = ("halve", "cosine", "one-cycle")
+PLANS = (0.05, 0.25, 0.5, 0.75, 0.9)  # progress at which --minutes fixes the number of steps
 SAVE_SECONDS = 300  # between checkpoints within an epoch
 SHOW_SECONDS = (0.5, 30)  # between progress lines: on a terminal, elsewhere
+KEPT = (  # numbers of a Run that its checkpoint holds
+    "step", "evaluated", "best", "losses", "plan", "plans", "evaluating", "logged",
+)  # fmt: skip
 PLACE_OPTIONS = (  # may differ between runs that compute the same
     "out", "root", "resume", "cuda", "load", "evaluate", "runs", "sample", "reconstruct",
     "at",
@@ -132,6 +137,27 @@ def options(description, name, epochs, batch_size):
     return parser
 
 
+def parse_as_in(run, parser, argv, names=None):
+    """The options, where those of a run directory are the defaults: all of them, or `names`."""
+    config = read_config(run)
+    if unknown := sorted(config.keys() - vars(parser.parse_args(argv)).keys()):
+        raise UsageError(f"{run}: a run of another script; this one has no {', '.join(unknown)}")
+    parser.set_defaults(**{k: v for k, v in config.items() if names is None or k in names})
+    return parser.parse_args(argv)
+
+
+def parse_finished(run, parser, argv, more=()):
+    """The options of a finished run, but for what argv says; --out is the run."""
+    parser.set_defaults(out=run)
+    args, config = parse_as_in(run, parser, argv), read_config(run)
+    for name in ("epochs", "minutes", "optimizer", "lr", "schedule", "ema", *more):
+        if getattr(args, name) != config.get(name, getattr(args, name)):
+            parser.error(f"--{name.replace('_', '-')} is for training, not for --load")
+    if args.resume:
+        parser.error("--resume is for training, not for --load")
+    return args
+
+
 def say(text, end="\n"):
     """A line on stderr, of the first process only; on a terminal it replaces a progress line."""
     if os.environ.get("RANK", "0") == "0":
@@ -139,8 +165,9 @@ def say(text, end="\n"):
         print(f"{text}{clear}", end=end, file=sys.stderr, flush=True)
 
 
-def watch(items, total, what):
+def watch(what, items, total=None):
     """The items, with a line about the time left every half minute."""
+    total = len(items) if total is None else total
     began = shown = time.monotonic()
     for done, item in enumerate(items, 1):
         yield item
@@ -172,7 +199,7 @@ def command(main, usage=()):
     except (UsageError, *usage) as e:
         say(f"{name}: {e}")
         return 2
-    except (TrainingError, OSError) as e:
+    except (TrainingError, SolverError, OSError) as e:
         if e.__cause__ is not None:
             traceback.print_exception(e.__cause__)
         say(f"{name}: {e}")
@@ -231,6 +258,8 @@ def connect(args):
             f"--cuda: process {local} finds no GPU ({torch.cuda.device_count()} there); "
             "leave --cuda out to train on the CPU"
         )
+    if size > 1 and (getattr(args, "sample", None) or getattr(args, "reconstruct", None)):
+        raise UsageError("--sample and --reconstruct are for one process, without torchrun")
     if args.batch_size % size:
         raise UsageError(f"--batch-size {args.batch_size} is not a multiple of {size} processes")
     device = torch.device("cuda", local) if args.cuda else torch.device("cpu")
@@ -331,6 +360,14 @@ def read_json(path):
         raise UsageError(f"{path}: {e}") from None
 
 
+def read_config(run):
+    """The options of a run directory."""
+    config = read_json(Path(run) / "config.json")
+    if not isinstance(config, dict):
+        raise UsageError(f"{run}/config.json: not the options of a run")
+    return config
+
+
 def read_metrics(out):
     """The lines of metrics.jsonl."""
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -345,8 +382,12 @@ def read_checkpoint(path):
     except (OSError, EOFError, LookupError, RuntimeError, ValueError, pickle.UnpicklingError) as e:
         reason = f"{type(e).__name__}: {e}".splitlines()[0][:120]
         raise UsageError(f"{path}: damaged, or no checkpoint of ours ({reason})") from None
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
+    format = str(state.get("format")) if isinstance(state, dict) else ""
+    (kind, _, version), (ours, _, wanted) = format.rpartition(" "), FORMAT.rpartition(" ")
+    if kind != ours:
         raise UsageError(f"{path}: not a checkpoint of this program")
+    if version != wanted:
+        raise UsageError(f"{path}: of version {version}; this program reads version {wanted}")
     return state
 
 
@@ -463,7 +504,8 @@ class Run:
         self.plan = None if args.minutes else (0, 0.0, args.epochs * steps)
         self.step, self.evaluated, self.best, self.losses = 0, -1, -math.inf, (0.0, 0)
         self.logged = self.evaluating = 0  # bytes in metrics.jsonl; seconds an evaluation takes
-        self.probe = None  # (step, clock) after the first step of this process
+        # step and training seconds where measuring of speed began; evaluations; plans made
+        self.probe, self.paused, self.plans = None, 0.0, 0
         self.clock, self.stop = 0.0, False  # seconds of training so far, agreed by all processes
         if world.size > 1:
             synchronise(model)
@@ -520,12 +562,9 @@ class Run:
             loss, self.clock, stop = self.update(objective, batch)
         except (ArithmeticError, RuntimeError, ValueError) as e:
             lr, epoch = self.optimizer.param_groups[0]["lr"], self.step // self.steps + 1
-            where = f"step {self.step + 1} (epoch {epoch}), learning rate {lr:g}"
-            good = f"the last good checkpoint is {self.out / 'last.pt'}"
-            known = isinstance(e, FloatingPointError)
-            raise TrainingError(f"{e} at {where}; {good}") from (None if known else e)
+            self.fail(e, f"at step {self.step + 1} (epoch {epoch}), learning rate {lr:g}")
         self.step, self.losses = self.step + 1, (self.losses[0] + loss, self.losses[1] + 1)
-        if self.plan is None:
+        if self.budget:
             self.make_plan()
         self.show()
         if stop or self.clock - self.saved > SAVE_SECONDS:
@@ -533,6 +572,12 @@ class Run:
         if stop:
             where = f"step {self.step}, saved in {self.out / 'last.pt'}"
             raise Interrupted(f"interrupted at {where}; the same command with --resume goes on")
+
+    def fail(self, error, where):
+        """End training with one line, after a traceback if the error is of no known kind."""
+        known = isinstance(error, (FloatingPointError, SolverError))
+        good = f"the last good checkpoint is {self.out / 'last.pt'}"
+        raise TrainingError(f"{error} {where}; {good}") from (None if known else error)
 
     def update(self, objective, batch):
         """θ ← θ − lr · Adam(∇ loss), or another optimiser; what the processes agree on."""
@@ -554,18 +599,21 @@ class Run:
         return loss, clock, stop
 
     def make_plan(self):
-        """As many steps, with their evaluations, as fit into what is left of the budget.
+        """At PLANS: as many steps, with their evaluations, as fit into what is left of the budget.
 
-        Speed is measured over ten steps and a twentieth of the time, without the slow first step.
+        Speed is that of ten steps or more since the plan before, without a slow first step.
         """
-        self.probe = self.probe or (self.step, self.clock)
-        measured, share = self.step - self.probe[0], self.clock / self.budget
-        if share < 1 / 20 or (measured < 10 and share < 1 / 2):
+        trained = self.clock - self.paused
+        self.probe = self.probe or (self.step, trained)
+        measured = self.step - self.probe[0]
+        due = self.plans < len(PLANS) and self.progress() >= PLANS[self.plans]
+        if not due or (measured < 10 and self.clock < self.budget / 2):
             return
-        taken = self.clock - self.probe[1] if measured else self.clock
+        taken = trained - self.probe[1] if measured else self.clock
         each = taken / (measured or self.step) + self.evaluating / self.every
         more = int((self.budget - self.clock - self.evaluating) / each)
         self.plan = (self.step, self.progress(), self.step + max(more, 0))
+        self.probe, self.plans = (self.step, trained), self.plans + 1
 
     def evaluate(self, evaluate, best):
         """A line in metrics.jsonl, and best.pt if it is the best so far."""
@@ -575,18 +623,26 @@ class Run:
         if self.average:  # evaluate the average in place of the weights
             weights = {k: v.clone() for k, v in weights.items()}
             self.model.load_state_dict(self.average)
-        with torch.no_grad():
-            metrics = evaluate(self.model.eval())
+        try:
+            with torch.no_grad():
+                metrics = evaluate(self.model.eval())
+        except (ArithmeticError, RuntimeError, ValueError) as e:
+            self.fail(e, f"in the evaluation after step {self.step}")
         kept = {k: v.clone() for k, v in self.model.state_dict().items()}
         self.model.load_state_dict(weights)
         self.model.train()
         taken = torch.tensor(time.monotonic() - begun, dtype=torch.float64)
         self.evaluating = self.world.sum(taken).item() / self.world.size
+        self.paused += self.evaluating
         self.log(metrics)
         self.evaluated, self.losses = self.step, (0.0, 0)
         if metrics[best] > self.best:
             self.best = metrics[best]
-            state = {"format": FORMAT, "model": kept, "config": configuration(self.args)}
+            state = {
+                "format": FORMAT,
+                "model": kept,
+                "config": configuration(self.args),
+            }
             if self.world.rank == 0:
                 state |= {"step": self.step, "metrics": metrics}
                 write(self.out / "best.pt", lambda f: torch.save(state, f))
@@ -655,9 +711,12 @@ class Run:
     def save(self):
         """last.pt: all that the rest of the run depends on."""
         self.saved = self.clock
-        names = ("step", "evaluated", "best", "losses", "plan", "evaluating", "logged", "average")
-        state = {name: getattr(self, name) for name in names}
-        state |= {"format": FORMAT, "epoch": self.step // self.steps, "clock": self.seconds}
+        state = {name: getattr(self, name) for name in (*KEPT, "average")}
+        state |= {
+            "format": FORMAT,
+            "epoch": self.step // self.steps,
+            "clock": self.seconds,
+        }
         state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         state["random"] = self.world.gather(random_states())
         if self.world.rank == 0:
@@ -666,7 +725,7 @@ class Run:
     def restore(self, state):
         path = self.out / "last.pt"
         try:
-            for name in ("step", "evaluated", "best", "losses", "plan", "evaluating", "logged"):
+            for name in KEPT:
                 setattr(self, name, state[name])
             self.clock = state["clock"]
             self.optimizer.load_state_dict(state["optimizer"])

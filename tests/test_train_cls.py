@@ -59,8 +59,8 @@ def test_the_paper_s_model_learns_within_a_budget_of_seconds(tmp_path):
 @pytest.mark.parametrize("model", train_cls.MODELS)
 def test_models_have_the_sizes_of_table_1(model):
     sizes = {"exnode-deepsets": 581_416, "exnode-attention": 516_392}
-    count = sum(p.numel() for p in train_cls.MODELS[model](3, 40).parameters())
-    assert count == sizes.get(model, count)
+    sizes |= {"deepsets": 208_680, "settransformer": 1_148_456}
+    assert sum(p.numel() for p in train_cls.MODELS[model](3, 40).parameters()) == sizes[model]
 
 
 def test_a_run_stopped_by_sigterm_within_an_epoch_resumes_to_the_same_numbers(whole, tmp_path):
@@ -114,10 +114,14 @@ def test_a_finished_run_can_be_evaluated_again_also_with_other_points(whole, cap
     assert more["test"]["accuracy"] != results["test"]["accuracy"]
     assert json.loads((out / "evaluation.json").read_text()) == more
     assert (more["config"]["points"], results["config"]["points"]) == (32, 6)
+    assert (out / "evaluation.png").read_bytes().startswith(b"\x89PNG")
     capsys.readouterr()
-    code, err = run_here(capsys, "--load", out, "--evaluate", "--model", "settransformer")
-    assert (code, err.count("\n")) == (2, 1)
-    assert "of another model" in err
+    wrong = {"--model settransformer": "of another model", "--lr 1": "--lr is for training"}
+    wrong |= {"--runs 2": "--runs is for training", "--resume": "--resume is for training"}
+    for options, words in wrong.items():
+        code, err = run_here(capsys, "--load", out, "--evaluate", *options.split())
+        assert (code, err.count("\n")) == (2, 1)
+        assert words in err
 
 
 def test_a_loss_that_explodes_exits_with_1_and_names_the_checkpoint(tmp_path, capsys):

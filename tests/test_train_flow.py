@@ -143,11 +143,49 @@ def test_two_processes_measure_what_one_does(runs):
     assert f"test PPLL {results['test']['ppll']:.4f}" in err
 
 
-def test_sampling_in_pieces_gives_the_same_sets(runs):
+def test_two_processes_train_as_one_by_likelihood_and_its_adjoint(tmp_path):
+    options = ["--points", "3", "--blocks", "1", "--hidden", "8", "--heads", "2", "--trace"]
+    options += ["exact", "--batch-size", "2700", "--epochs", "1", "--test-sets", "10"]
+    train_flow.main([*options, "--out", str(tmp_path / "one")])
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    process = script(*options, "--out", tmp_path / "two", launcher=launcher)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    one, two = (lines(tmp_path / name)[-1] for name in ("one", "two"))
+    assert one["step"] == two["step"] == 2
+    assert one["loss"] == pytest.approx(two["loss"], rel=1e-4)
+    assert one["valid_ppll"] == pytest.approx(two["valid_ppll"], abs=1e-3)
+
+
+def test_a_transformer_trains_by_muon_with_clipping_and_several_probes(tmp_path):
+    options = ["--objective", "matching", "--field", "transformer", "--blocks", "1", "--hidden"]
+    options += ["64", "--coupling", "none", "--optimizer", "muon", "--clip", "1", "--probes", "2"]
+    options += ["--points", "5", "--batch-size", "270", "--epochs", "2", "--test-sets", "10"]
+    options += ["--lr", "5e-3", "--schedule", "cosine", "--tolerance", "1e-3"]
+    results = train_flow.main([*options, "--out", str(tmp_path / "run")])
+    table = lines(tmp_path / "run")
+    assert table[2]["loss"] < 0.97 * table[1]["loss"]
+    assert results["test"]["trace"] == "hutchinson"
+    json.loads((tmp_path / "run" / "results.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_sampling_in_pieces_gives_the_same_sets(runs, monkeypatch):
     out, _ = runs["matching"]
     model = train_flow.read_run(train_flow.parse(["--load", str(out), "--evaluate"]))
-    whole, pieces = train_flow.draw_sets(model, 5, 9), train_flow.draw_sets(model, 5, 9, most=20)
-    torch.testing.assert_close(pieces, whole)
+    whole = train_flow.draw_sets(model, 5, 9)
+    monkeypatch.setattr(train_flow, "PIECE", 20)
+    torch.testing.assert_close(train_flow.draw_sets(model, 5, 9), whole)
+
+
+def test_a_flow_that_explodes_is_one_line_and_exit_code_1(runs, tmp_path, capsys):
+    out, _ = runs["matching"]
+    (tmp_path / "config.json").write_bytes((out / "config.json").read_bytes())
+    state = training.read_checkpoint(out / "best.pt")
+    state["model"] = {k: v * (1e30 if "out.weight" in k else 1) for k, v in state["model"].items()}
+    torch.save(state, tmp_path / "best.pt")
+    for task in (["--evaluate"], ["--sample", "2"]):
+        code, err = run_here(capsys, "--load", tmp_path, *task)
+        assert (code, err.count("\n")) == (1, 1), err
 
 
 def test_paths_lead_from_the_noise_to_the_samples(runs):
@@ -177,6 +215,11 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
         ("--load", broken, "--sample", "3"): "damaged",
         ("--load", out, "--sample", "3", "--blocks", "3"): "another model",
         ("--load", out, "--sample", "1", "--points", 10**9): "GiB",
+        ("--load", out, "--sample", 10**9, "--points", "5"): "GiB",
+        ("--load", out, "--evaluate", "--category", "shapes"): "2-D",
+        ("--load", out, "--evaluate", "--lr", "1"): "--lr is for training",
+        ("--load", out, "--evaluate", "--objective", "likelihood"): "--objective is for training",
+        ("--load", out, "--evaluate", "--resume"): "--resume is for training",
         ("--points", 10**7, "--out", tmp_path / "w"): "GiB",
         ("--finetune", out, "--objective", "matching"): "--finetune RUN",
         ("--finetune", out, "--hidden", "6,6", "--out", tmp_path / "x"): "another model",
@@ -188,6 +231,11 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
         ("--coupling", "none"): "only with --objective matching",
         ("--hidden", "12,"): "--hidden",
         ("--field", "transformer", "--hidden", "16,32"): "--hidden",
+        ("--field", "transformer", "--hidden", "8,8", "--out", tmp_path / "t"): "--hidden",
+        ("--field", "transformer", "--time"): "only with --field attention or deepsets",
+        ("--field", "deepsets", "--heads", "2"): "only with --field attention or transformer",
+        ("--trace", "exact", "--probes", "2"): "only with --trace hutchinson",
+        ("--gradient", "backprop", "--points", "5000", "--out", tmp_path / "u"): "GiB",
         ("--ema", "1"): "--ema",
         ("--data", "modelnet", "--root", tmp_path, "--out", tmp_path / "y"): "modelnet",
         ("--category", "unicorn", "--out", tmp_path / "z"): "unicorn",

@@ -184,7 +184,7 @@ def test_a_second_run_or_one_with_other_options_leaves_the_directory_as_it_was(t
 
 # ------------------------------------------------------------------------------------- checkpoints
 def test_a_process_killed_while_it_saves_leaves_a_whole_checkpoint(tmp_path):
-    run = toy(tmp_path)
+    run, steps = toy(tmp_path), []
     run.save()
     for delay in (0.01, 0.05, 0.11, 0.2):
         if (child := os.fork()) == 0:
@@ -194,8 +194,10 @@ def test_a_process_killed_while_it_saves_leaves_a_whole_checkpoint(tmp_path):
         time.sleep(delay)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        assert training.read_checkpoint(tmp_path / "last.pt")["step"] >= 0
-    fit(toy(tmp_path / "again"))
+        steps.append(training.read_checkpoint(tmp_path / "last.pt")["step"])
+        run.step = steps[-1]
+    assert steps == sorted(steps)
+    assert steps[-1] > 0
 
 
 def test_a_save_that_fails_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
@@ -218,7 +220,10 @@ class Trap:
         return os.mkdir, ("trapped",)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "text", "foreign", "pickle", "partial"])
+DAMAGES = ["truncated", "empty", "text", "foreign", "pickle", "partial", "version"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_checkpoint_that_is_not_one_is_refused_in_one_line(tmp_path, monkeypatch, damage):
     monkeypatch.chdir(tmp_path)
     fit(toy(tmp_path / "run"))
@@ -230,10 +235,12 @@ def test_a_checkpoint_that_is_not_one_is_refused_in_one_line(tmp_path, monkeypat
     elif damage == "pickle":
         path.write_bytes(pickle.dumps(Trap(), protocol=2))  # as torch.save does
     else:
-        torch.save({"partial": {"format": training.FORMAT}, "foreign": [1, 2]}[damage], path)
+        format = {"partial": "exnode checkpoint 1", "version": "exnode checkpoint 2"}
+        torch.save([1, 2] if damage == "foreign" else {"format": format[damage]}, path)
     with pytest.raises(UsageError, match=r"last\.pt: ") as info:
         toy(tmp_path / "run", resume=True)
     assert "\n" not in str(info.value)
+    assert ("of version 2; this program reads" in str(info.value)) == (damage == "version")
     assert not Path("trapped").exists()
 
 
@@ -293,16 +300,31 @@ def test_minutes_fix_a_plan_that_fits_and_that_a_resumed_run_keeps(tmp_path):
     fit(run, slow)
     assert 1 < run.clock < 10  # two seconds, on a machine that others load
     assert run.step == run.total
-    assert run.progress() == 1
-    assert lines(tmp_path / "a")[-1]["lr"] < 1e-5
+    assert run.plans == len(training.PLANS)
+    assert run.progress() > 0.9
+    assert lines(tmp_path / "a")[-1]["lr"] < 3e-4
 
     run = toy(tmp_path / "b", minutes=2 / 60)
     with pytest.raises(Interrupted):
         fit(run, lambda *a: (time.sleep(0.005), signal_at(run, 60)(*a))[1])
     again = toy(tmp_path / "b", minutes=2 / 60, resume=True)
-    assert again.plan == run.plan
+    assert (again.plan, again.plans) == (run.plan, run.plans)
     assert again.step == 61
-    assert fit(again).step == run.total
+    assert fit(again).step == again.total
+
+
+def test_a_machine_that_slows_down_does_not_stretch_the_minutes(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def slower(model, batch):
+        now[0] += 0.1 if run.step < 200 else 0.3
+        return toy_loss(model, batch)
+
+    run = toy(tmp_path, minutes=1)
+    fit(run, slower)
+    assert 55 < run.clock < 62
+    assert 300 < run.step < 350  # 200 in 20 seconds, the rest in 40
 
 
 # --------------------------------------------------------------------------------------- processes
