@@ -91,7 +91,8 @@ def parse(argv=None):
     parser = training.options("Model sets over time.", "temporal", epochs=100, batch_size=128)
     add, number = parser.add_argument, training.number
     add("--objective", choices=("elbo", "matching"), default="elbo", help="matching: no solver")
-    help = "start from the best weights of a RUN, whose data and model options are the defaults"
+    help = "start from the best weights of a RUN, whose data and model options are the defaults;"
+    help += " with another --decoder or --hidden, from those of the encoder and the latent ODE"
     add("--finetune", metavar="RUN", help=help)
     add("--decoder", choices=DECODERS, default="concatsquash", help="field of the decoder's flow")
     help = "trained times, or of the output of --load: a list or start:stop:step"
@@ -375,6 +376,23 @@ def make_batches(args, split, world):
     return random if args.random_times else fixed
 
 
+def start(args, model, train):
+    """Weights of --finetune; a new decoder is told the units of the data, for matching."""
+    fresh = True
+    if args.finetune:
+        path, before = Path(args.finetune) / "best.pt", training.read_config(args.finetune)
+        state = training.read_checkpoint(path)
+        fresh = any(before[name] != getattr(args, name) for name in ("decoder", "hidden"))
+        if fresh:  # the encoder and the latent ODE only
+            mine = {k: v for k, v in model.state_dict().items() if k.startswith("decoder.")}
+            kept = {k: v for k, v in state["model"].items() if not k.startswith("decoder.")}
+            state = {"model": kept | mine}
+        training.load_weights(model, state, path)
+    if fresh and args.objective == "matching":
+        x = train.draw(np.arange(min(len(train), 500)))[0]
+        model.decoder.standardise(torch.from_numpy(x).to(model.decoder.mean.device))
+
+
 def train(args):
     """One run: train, select, test, draw; the contents of its results.json."""
     world = training.connect(args)
@@ -387,11 +405,7 @@ def train(args):
     splits = load_series(args)
     training.seed(args.seed)
     model = build(args).to(world.device)
-    if args.finetune:
-        training.load_best(model, args.finetune)
-    elif args.objective == "matching":
-        x = splits.train.draw(np.arange(min(len(splits.train), 500)))[0]
-        model.decoder.standardise(torch.from_numpy(x).to(world.device))
+    start(args, model, splits.train)
     optimizer = training.OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
     steps = data.steps(splits.train, args.batch_size)
     schedule = training.schedule(args.schedule, INTERVALS)
