@@ -449,11 +449,22 @@ class TemporalSetVAE(nn.Module):
         log_prob = self.decoder.log_prob(x, mask, z, generator=generator)
         return log_prob.sum(-1), posterior.kl()
 
-    def matching_loss(self, x, t, mask=None, coupling="swaps", generator=None):
-        """The decoder's matching loss given z_t, and the KL per series."""
+    def matching_loss(self, x, t, mask=None, coupling="swaps", generator=None, pieces=0):
+        """The decoder's matching loss given z_t, and the KL per series.
+
+        With `pieces`, half of the loss is that of pieces of so many points, each by itself. There,
+        only z_t can tell what the rest of the set would: points that see each other do without it.
+        """
         posterior = self.encode(x, t, mask)
         z = self.latents(posterior.sample(generator), t)
-        return self.decoder.matching_loss(x, mask, z, coupling, generator), posterior.kl()
+        loss = self.decoder.matching_loss(x, mask, z, coupling, generator)
+        if pieces:
+            if mask is not None or not 0 < pieces <= x.shape[-2]:
+                raise ValueError(f"pieces={pieces} of sets of {x.shape[-2]} points, without a mask")
+            part = x[..., : x.shape[-2] // pieces * pieces, :].unflatten(-2, (-1, pieces))
+            z = z[..., None, :].expand(*part.shape[:-2], -1)
+            loss = (loss + self.decoder.matching_loss(part, None, z, coupling, generator)) / 2
+        return loss, posterior.kl()
 
     def decode(self, z0, t, points, generator=None):
         """Eq. 13: sets x̂ `(B, T, points, d)` at any times t, from base points y ~ N(0, I)."""
