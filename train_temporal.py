@@ -108,7 +108,7 @@ def parse(argv=None):
     add("--kl", type=number(float, 0), default=0.05, help="weight of the KL in matching")
     choices = ("swaps", "none")
     add("--coupling", choices=choices, default="swaps", help="of noise to points, for matching")
-    help = "points in pieces of sets that are matched by themselves, too, so that z matters; 0: none"
+    help = "also match pieces of so many points by themselves, so that z matters; 0: whole sets"
     add("--pieces", type=number(int, 0), default=0, metavar="K", help=help)
     help = "how to differentiate a solve; None: adjoint, but for matching, where z is all, backprop"
     add("--gradient", choices=GRADIENTS, help=help)

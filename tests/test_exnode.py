@@ -475,6 +475,20 @@ def test_elbo_is_the_sum_of_log_likelihoods_minus_one_kl(seed, masked):
     close(vae.matching_loss(x, t, mask)[1], kl)
 
 
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_half_of_a_matching_loss_with_pieces_is_that_of_each_piece_by_itself(decoder):
+    vae, (x, t), g = make_vae(decoder=decoder), series(n=5), seeded()
+    z = vae.latents(vae.encode(x, t).sample(g), t)
+    whole = vae.decoder.matching_loss(x, None, z, "none", g)
+    parts, given = torch.stack([x[:, :, :2], x[:, :, 2:4]], 2), torch.stack([z, z], 2)
+    parts = vae.decoder.matching_loss(parts, None, given, "none", g)
+    loss = vae.matching_loss(x, t, coupling="none", generator=seeded(), pieces=2)[0]
+    close(loss, (whole + parts) / 2)
+    for wrong in ({"pieces": 6}, {"pieces": 2, "mask": torch.ones(x.shape[:-1], dtype=bool)}):
+        with pytest.raises(ValueError, match="pieces="):
+            vae.matching_loss(x, t, **wrong)
+
+
 def test_elbo_is_a_lower_bound_that_importance_weights_close():
     vae, (x, t), normal = (
         make_vae(latent=1, dim=1),

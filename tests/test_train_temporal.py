@@ -363,6 +363,12 @@ def test_finetuning_starts_from_a_run_and_changes_what_it_is_told(runs, tmp_path
     config = train_temporal.main(["--finetune", str(before), *how])["config"]
     assert (config["latent"], config["kl"], config["times"]) == (2, 0.01, [0, 0.5, 1])
     assert lines(tmp_path / "fine")[0]["valid_elbo"] == pytest.approx(results["best"])
+    other = ["--decoder", "transformer", "--hidden", "16", "--pieces", "2", "--coupling", "none"]
+    out = tmp_path / "other"
+    train_temporal.main(["--finetune", str(before), *how[:-1], str(out), *other])
+    best = training.read_checkpoint(before / "best.pt")["metrics"]
+    assert lines(out)[0]["valid_kl"] == pytest.approx(best["valid_kl"])  # the same encoder
+    assert lines(out)[0]["valid_log_likelihood"] != pytest.approx(best["valid_log_likelihood"])
     for wrong in (["--load", before, "--evaluate"], ["--latent", "3"]):
         how[-1] = str(tmp_path / "wrong")
         code, err = run_here(capsys, "--finetune", before, *how, *wrong)
@@ -485,6 +491,8 @@ WRONG = [
     ["--hidden", ""],
     ["--kl", "0.1"],
     ["--coupling", "none"],
+    ["--pieces", "2"],
+    ["--objective", "matching", "--points", "6", "--pieces", "7"],
     ["--trace", "exact", "--objective", "matching"],
     ["--kl", "-1", "--objective", "matching"],
     ["--ema", "1"],
