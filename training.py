@@ -504,8 +504,8 @@ class Run:
         self.plan = None if args.minutes else (0, 0.0, args.epochs * steps)
         self.step, self.evaluated, self.best, self.losses = 0, -1, -math.inf, (0.0, 0)
         self.logged = self.evaluating = 0  # bytes in metrics.jsonl; seconds an evaluation takes
-        # step and training seconds where measuring of speed began; evaluations; plans made
-        self.probe, self.paused, self.plans = None, 0.0, 0
+        self.probe, self.plans = None, 0  # (step, seconds without evaluations) at the last plan
+        self.paused = 0.0  # seconds of evaluations in this process
         self.clock, self.stop = 0.0, False  # seconds of training so far, agreed by all processes
         if world.size > 1:
             synchronise(model)
