@@ -59,9 +59,7 @@ def parse(argv=None):
     if bool(args.load) != args.evaluate:
         parser.error("--load RUN and --evaluate go together")
     if args.load:
-        args = training.parse_finished(args.load, parser, argv, more=("smoothing",))
-        if args.runs > 1:
-            parser.error("--runs is for training, not for --load")
+        args = training.parse_finished(args.load, parser, argv, more=("smoothing", "runs"))
     return args
 
 

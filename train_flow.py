@@ -245,8 +245,7 @@ def train(args):
     optimizer = training.OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
     steps = data.steps(splits.train, args.batch_size)
     schedule = training.schedule(args.schedule, INTERVALS)
-    clip = math.inf if args.clip is None else args.clip
-    settings = {"ema": args.ema, "clip": clip, "every": EVALUATE_STEPS}
+    settings = {"ema": args.ema, "clip": args.clip, "every": EVALUATE_STEPS}
     run = training.Run(args, world, model, optimizer, schedule, steps, **settings)
     valid = splits.valid.some(-(-VALID_POINTS // points))
 

@@ -63,7 +63,7 @@ PLANS = (0.05, 0.25, 0.5, 0.75, 0.9)  # progress at which --minutes fixes the nu
 SAVE_SECONDS = 300  # between checkpoints within an epoch
 SHOW_SECONDS = (0.5, 30)  # between progress lines: on a terminal, elsewhere
 KEPT = (  # numbers of a Run that its checkpoint holds
-    "step", "evaluated", "best", "losses", "plan", "plans", "evaluating", "logged",
+    "step", "evaluated", "best", "losses", "plan", "evaluating", "logged",
 )  # fmt: skip
 PLACE_OPTIONS = (  # may differ between runs that compute the same
     "out", "root", "resume", "cuda", "load", "evaluate", "runs", "sample", "reconstruct",
@@ -149,12 +149,10 @@ def parse_as_in(run, parser, argv, names=None):
 def parse_finished(run, parser, argv, more=()):
     """The options of a finished run, but for what argv says; --out is the run."""
     parser.set_defaults(out=run)
-    args, config = parse_as_in(run, parser, argv), read_config(run)
-    for name in ("epochs", "minutes", "optimizer", "lr", "schedule", "ema", *more):
-        if getattr(args, name) != config.get(name, getattr(args, name)):
+    args = parse_as_in(run, parser, argv)
+    for name in ("resume", "epochs", "minutes", "optimizer", "lr", "schedule", "ema", *more):
+        if getattr(args, name) != parser.get_default(name):
             parser.error(f"--{name.replace('_', '-')} is for training, not for --load")
-    if args.resume:
-        parser.error("--resume is for training, not for --load")
     return args
 
 
@@ -488,15 +486,16 @@ class Run:
     steps     batches per epoch
     every     steps from one evaluation to the next; None: an epoch
     ema       decay of an average of the weights, which is then what is evaluated and kept as best
-    clip      largest gradient norm
+    clip      largest gradient norm; None: any
     """
 
     def __init__(
-        self, args, world, model, optimizer, schedule, steps, ema=0.0, clip=math.inf, every=None,
+        self, args, world, model, optimizer, schedule, steps, ema=0.0, clip=None, every=None,
     ):  # fmt: skip
         self.args, self.world, self.model, self.optimizer = args, world, model, optimizer
         self.schedule, self.steps, self.every, self.decay = schedule, steps, every or steps, ema
-        self.clip, self.out, self.budget = clip, Path(args.out), 60 * (args.minutes or 0)
+        self.clip = math.inf if clip is None else clip
+        self.out, self.budget = Path(args.out), 60 * (args.minutes or 0)
         self.average = {k: v.clone() for k, v in model.state_dict().items()} if ema else None
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
@@ -504,7 +503,7 @@ class Run:
         self.plan = None if args.minutes else (0, 0.0, args.epochs * steps)
         self.step, self.evaluated, self.best, self.losses = 0, -1, -math.inf, (0.0, 0)
         self.logged = self.evaluating = 0  # bytes in metrics.jsonl; seconds an evaluation takes
-        self.probe, self.plans = None, 0  # (step, seconds without evaluations) at the last plan
+        self.probe = None  # (step, seconds without evaluations) at the last plan
         self.paused = 0.0  # seconds of evaluations in this process
         self.clock, self.stop = 0.0, False  # seconds of training so far, agreed by all processes
         if world.size > 1:
@@ -518,6 +517,7 @@ class Run:
 
     seconds = property(lambda self: time.monotonic() - self.started)
     total = property(lambda self: self.plan[2] if self.plan else math.inf)
+    plans = property(lambda self: sum(p <= self.plan[1] for p in PLANS) if self.plan else 0)
 
     def fit(self, loss, batches, evaluate, best):
         """Train for the planned steps, then load the weights of the best evaluation.
@@ -613,7 +613,7 @@ class Run:
         each = taken / (measured or self.step) + self.evaluating / self.every
         more = int((self.budget - self.clock - self.evaluating) / each)
         self.plan = (self.step, self.progress(), self.step + max(more, 0))
-        self.probe, self.plans = (self.step, trained), self.plans + 1
+        self.probe = (self.step, trained)
 
     def evaluate(self, evaluate, best):
         """A line in metrics.jsonl, and best.pt if it is the best so far."""
@@ -638,11 +638,7 @@ class Run:
         self.evaluated, self.losses = self.step, (0.0, 0)
         if metrics[best] > self.best:
             self.best = metrics[best]
-            state = {
-                "format": FORMAT,
-                "model": kept,
-                "config": configuration(self.args),
-            }
+            state = {"format": FORMAT, "model": kept, "config": configuration(self.args)}
             if self.world.rank == 0:
                 state |= {"step": self.step, "metrics": metrics}
                 write(self.out / "best.pt", lambda f: torch.save(state, f))
@@ -712,11 +708,7 @@ class Run:
         """last.pt: all that the rest of the run depends on."""
         self.saved = self.clock
         state = {name: getattr(self, name) for name in (*KEPT, "average")}
-        state |= {
-            "format": FORMAT,
-            "epoch": self.step // self.steps,
-            "clock": self.seconds,
-        }
+        state |= {"format": FORMAT, "epoch": self.step // self.steps, "clock": self.seconds}
         state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         state["random"] = self.world.gather(random_states())
         if self.world.rank == 0:

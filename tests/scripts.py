@@ -16,6 +16,7 @@ import training
 
 ROOT = Path(__file__).parent.parent
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+TWO_PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 def start(name, *options, launcher=(), **settings):

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from scripts import call, check_help, lines, start, stop_early
+from scripts import TWO_PROCESSES, call, check_help, lines, start, stop_early
 
 import train_cls
 import training
@@ -81,8 +81,7 @@ def test_a_run_stopped_by_sigterm_within_an_epoch_resumes_to_the_same_numbers(wh
 def test_two_processes_by_torchrun_equal_one(tmp_path):
     options = ["--points", "2", "--batch-size", "2700", "--epochs", "1"]
     train_cls.main([*options, "--out", str(tmp_path / "one")])
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    process = script(*options, "--out", tmp_path / "two", launcher=launcher)
+    process = script(*options, "--out", tmp_path / "two", launcher=TWO_PROCESSES)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     for a, b in zip(lines(tmp_path / "one"), lines(tmp_path / "two"), strict=True):

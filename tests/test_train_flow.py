@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from scripts import call, check_help, lines, start, stop_early
+from scripts import TWO_PROCESSES, call, check_help, lines, start, stop_early
 
 import data
 import train_flow
@@ -136,8 +136,7 @@ def test_samples_of_a_run_depend_on_the_seed_only_and_may_have_more_points(runs,
 
 def test_two_processes_measure_what_one_does(runs):
     out, results = runs["matching"]
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    process = script("--load", out, "--evaluate", "--batch-size", "16", launcher=launcher)
+    process = script("--load", out, "--evaluate", "--batch-size", "16", launcher=TWO_PROCESSES)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert f"test PPLL {results['test']['ppll']:.4f}" in err
@@ -147,8 +146,7 @@ def test_two_processes_train_as_one_by_likelihood_and_its_adjoint(tmp_path):
     options = ["--points", "3", "--blocks", "1", "--hidden", "8", "--heads", "2", "--trace"]
     options += ["exact", "--batch-size", "2700", "--epochs", "1", "--test-sets", "10"]
     train_flow.main([*options, "--out", str(tmp_path / "one")])
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    process = script(*options, "--out", tmp_path / "two", launcher=launcher)
+    process = script(*options, "--out", tmp_path / "two", launcher=TWO_PROCESSES)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     one, two = (lines(tmp_path / name)[-1] for name in ("one", "two"))

@@ -325,6 +325,9 @@ def test_a_machine_that_slows_down_does_not_stretch_the_minutes(tmp_path, monkey
     fit(run, slower)
     assert 55 < run.clock < 62
     assert 300 < run.step < 350  # 200 in 20 seconds, the rest in 40
+    assert run.step == run.total
+    assert run.progress() == 1
+    assert lines(tmp_path)[-1]["lr"] < 2e-5  # of 0.01, in the last of few steps
 
 
 # --------------------------------------------------------------------------------------- processes
