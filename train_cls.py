@@ -20,6 +20,7 @@ Departures from the paper
 - "Halved every 20 epochs" is "after each sixth of the run", so that any budget has all of it.
 """
 
+import argparse
 import copy
 import statistics
 import sys
@@ -40,6 +41,7 @@ MODELS = {
     "deepsets": DeepSets,
     "settransformer": SetTransformer,
 }
+TRAINING = ("augment", "valid", "smoothing", "runs")  # options that --evaluate has no use for
 INTERVALS = 6  # of the run, each with half the learning rate of the one before
 
 
@@ -49,6 +51,10 @@ def parse(argv=None):
     add("--model", choices=MODELS, default="exnode-deepsets", help="a row of Table 1")
     add("--points", type=number(int, 1), default=100, help="in each set; the paper has 100 or 1000")
     add("--category", help='classes, such as "chair,sofa", or synthetic "digits"; None: all')
+    help = "turn and scale 3-D training sets; None: with 1000 points or more"
+    add("--augment", action=argparse.BooleanOptionalAction, help=help)
+    help = "share of the training sets that is held out to select weights"
+    add("--valid", type=number(float, 0, below=1), default=0.1, help=help)
     help = "share of the label that is spread over all classes"
     add("--smoothing", type=number(float, 0, below=1), default=0.0, help=help)
     help = "train with seed, seed + 1, …, each in its own directory under --out"
@@ -59,13 +65,14 @@ def parse(argv=None):
     if bool(args.load) != args.evaluate:
         parser.error("--load RUN and --evaluate go together")
     if args.load:
-        args = training.parse_finished(args.load, parser, argv, more=("smoothing", "runs"))
+        args = training.parse_finished(args.load, parser, argv, more=TRAINING)
     return args
 
 
 def load_sets(args):
-    kind = {"task": "classify", "category": args.category, "points": args.points}
-    return data.load(args.data, args.root, seed=args.seed, **kind)
+    which = {"category": args.category, "points": args.points, "seed": args.seed}
+    how = {"task": "classify", "valid": args.valid, "augment": args.augment}
+    return data.load(args.data, args.root, **which, **how)
 
 
 @torch.no_grad()
