@@ -449,14 +449,20 @@ class TemporalSetVAE(nn.Module):
         log_prob = self.decoder.log_prob(x, mask, z, generator=generator)
         return log_prob.sum(-1), posterior.kl()
 
-    def matching_loss(self, x, t, mask=None, coupling="swaps", generator=None, pieces=0):
+    def matching_loss(
+        self, x, t, mask=None, coupling="swaps", generator=None, pieces=0, times=0,
+    ):  # fmt: skip
         """The decoder's matching loss given z_t, and the KL per series.
 
-        With `pieces`, half of the loss is that of pieces of so many points, each by itself. There,
+        With `times`, the loss is that at so many of t, chosen at random; z₀ is told of all. With
+        `pieces`, half of the loss is that of pieces of so many points, each by itself. There,
         only z_t can tell what the rest of the set would: points that see each other do without it.
         """
         posterior = self.encode(x, t, mask)
         z = self.latents(posterior.sample(generator), t)
+        if times:
+            some = torch.randperm(len(t), device=x.device, generator=generator)[:times]
+            x, z, mask = x[:, some], z[:, some], None if mask is None else mask[:, some]
         loss = self.decoder.matching_loss(x, mask, z, coupling, generator)
         if pieces:
             if mask is not None or not 0 < pieces <= x.shape[-2]:

@@ -63,8 +63,8 @@ UNITS = "nats per point, in pixels: log p / n on half a canvas − 2 ln 14; kl i
 EVALUATE_STEPS = 800  # training steps from one evaluation to the next
 MODEL_OPTIONS = ("data", "category", "points", "times", "decoder", "hidden", "latent", "seed")
 TRAINING = (  # options without a meaning for a finished run
-    "objective", "random_times", "kl", "coupling", "pieces", "gradient", "valid_series",
-    "finetune",
+    "objective", "random_times", "kl", "coupling", "pieces", "match_times", "gradient",
+    "valid_series", "finetune",
 )  # fmt: skip
 
 
@@ -110,6 +110,8 @@ def parse(argv=None):
     add("--coupling", choices=choices, default="swaps", help="of noise to points, for matching")
     help = "also match pieces of so many points by themselves, so that z matters; 0: whole sets"
     add("--pieces", type=number(int, 0), default=0, metavar="K", help=help)
+    help = "match at so many of a batch's times, by chance, for larger batches; 0: at all of them"
+    add("--match-times", type=number(int, 0), default=0, metavar="K", help=help)
     help = "how to differentiate a solve; None: adjoint, but for matching, where z is all, backprop"
     add("--gradient", choices=GRADIENTS, help=help)
     help = "of the ELBO in training; in a test too with a transformer, else that is exact"
@@ -147,13 +149,15 @@ def check(parser, args):
     mine = args.classifier != parser.get_default("classifier")  # not that of the run
     if mine and (args.sample or args.reconstruct):
         parser.error("--classifier reads the test series: not with --sample or --reconstruct")
-    for name in ("kl", "coupling", "pieces"):
+    for name in ("kl", "coupling", "pieces", "match_times"):
         if args.objective == "elbo" and getattr(args, name) != parser.get_default(name):
-            parser.error(f"--{name} is for --objective matching")
+            parser.error(f"--{name.replace('_', '-')} is for --objective matching")
     if args.trace != parser.get_default("trace") and not reads_trace(args):
         parser.error("--trace: without --objective elbo or a transformer, nothing would read it")
     if args.pieces > args.points:
         parser.error(f"argument --pieces: {args.pieces} of sets of {args.points} points")
+    if args.match_times > (args.random_times or len(args.times)) and not args.load:
+        parser.error(f"argument --match-times: {args.match_times} is more than there are")
     if args.random_times > 1001:
         parser.error(f"argument --random-times: {args.random_times} is more than 1001")
     if args.random_times and len(args.times) < 2 and not args.load:
@@ -360,7 +364,7 @@ def make_loss(args, split):
         return -model.elbo(batch.x, batch.t).mean() / points - split.log_unit
 
     def matching(model, batch):
-        how = {"coupling": args.coupling, "pieces": args.pieces}
+        how = {"coupling": args.coupling, "pieces": args.pieces, "times": args.match_times}
         error, kl = model.matching_loss(batch.x, batch.t, **how)
         return error + args.kl * kl.mean() / batch.x[0].numel()
 

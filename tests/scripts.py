@@ -59,7 +59,7 @@ def check_help(module, capsys, count):
     with pytest.raises(SystemExit) as e:
         module.parse(["--help"])
     assert e.value.code == 0
-    text = re.sub(r"\s+", " ", capsys.readouterr().out)
+    text = re.sub(r"[,\s]+", " ", capsys.readouterr().out)  # also "--augment, --no-augment"
     options = [f"--{name.replace('_', '-')}" for name in vars(module.parse([]))]
     assert len(options) == count
     for option in options:

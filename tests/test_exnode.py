@@ -489,6 +489,27 @@ def test_half_of_a_matching_loss_with_pieces_is_that_of_each_piece_by_itself(dec
             vae.matching_loss(x, t, **wrong)
 
 
+def test_a_matching_loss_at_some_times_is_that_of_the_sets_there(monkeypatch):
+    vae, (x, t), seen = make_vae(), series(), []
+    mask = torch.ones(x.shape[:-1], dtype=bool)
+    mask[:, 1, 0] = False
+
+    def loss(*given):
+        seen.append(given[:3])
+        return x.sum()
+
+    monkeypatch.setattr(vae.decoder, "matching_loss", loss)
+    for seed in range(20):
+        vae.matching_loss(x, t, mask, generator=seeded(seed), times=2)
+        z = vae.latents(vae.encode(x, t, mask).sample(seeded(seed)), t)
+        *_, (some, there, given) = seen
+        pick = [int((x == some[:, k : k + 1]).flatten(2).all(-1)[0].nonzero()) for k in range(2)]
+        assert len(set(pick)) == 2
+        close((x[:, pick], z[:, pick]), (some, given))
+        assert torch.equal(mask[:, pick], there)
+    assert len({some[0, 0, 0, 0].item() for some, *_ in seen}) == len(t)  # each has its turn
+
+
 def test_elbo_is_a_lower_bound_that_importance_weights_close():
     vae, (x, t), normal = (
         make_vae(latent=1, dim=1),

@@ -56,6 +56,14 @@ def test_the_paper_s_model_learns_within_a_budget_of_seconds(tmp_path):
     assert results["steps"] > 10
 
 
+def test_training_sets_are_augmented_if_asked_or_many_and_as_many_held_out_as_asked():
+    for options, augmented in (("", False), ("--points 1000", True), ("--augment", True),
+                               ("--points 1000 --no-augment", False)):  # fmt: skip
+        splits = train_cls.load_sets(train_cls.parse([*options.split(), "--valid", "0.01"]))
+        assert [split.source.augment for split in splits] == [augmented, False, False]
+        assert len(splits.valid) == round(0.01 * (len(splits.train) + len(splits.valid)))
+
+
 @pytest.mark.parametrize("model", train_cls.MODELS)
 def test_models_have_the_sizes_of_table_1(model):
     sizes = {"exnode-deepsets": 581_416, "exnode-attention": 516_392}
@@ -158,6 +166,9 @@ WRONG = [
     ["--data", "mnist", "--root", "/nowhere"],
     ["--data", "modelnet", "--root", "/nowhere"],
     ["--category", "chairs"],
+    ["--category", "digits", "--augment"],
+    ["--valid", "0"],
+    ["--valid", "1"],
     ["--schedule", "linear"],
     ["--evaluate"],
     ["--load", "/nowhere"],
@@ -189,4 +200,4 @@ def test_a_second_run_into_the_same_directory_is_refused(whole, capsys):
 
 
 def test_help_names_every_option_with_its_default(capsys):
-    check_help(train_cls, capsys, 20)
+    check_help(train_cls, capsys, 22)

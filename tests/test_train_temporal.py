@@ -364,6 +364,7 @@ def test_finetuning_starts_from_a_run_and_changes_what_it_is_told(runs, tmp_path
     assert (config["latent"], config["kl"], config["times"]) == (2, 0.01, [0, 0.5, 1])
     assert lines(tmp_path / "fine")[0]["valid_elbo"] == pytest.approx(results["best"])
     other = ["--decoder", "transformer", "--hidden", "16", "--pieces", "2", "--coupling", "none"]
+    other += ["--match-times", "2"]
     out = tmp_path / "other"
     train_temporal.main(["--finetune", str(before), *how[:-1], str(out), *other])
     best = training.read_checkpoint(before / "best.pt")["metrics"]
@@ -492,6 +493,8 @@ WRONG = [
     ["--kl", "0.1"],
     ["--coupling", "none"],
     ["--pieces", "2"],
+    ["--match-times", "2"],
+    ["--objective", "matching", "--match-times", "6"],
     ["--objective", "matching", "--points", "6", "--pieces", "7"],
     ["--trace", "exact", "--objective", "matching"],
     ["--kl", "-1", "--objective", "matching"],
@@ -608,4 +611,4 @@ def test_a_decoder_that_attends_can_be_evaluated_and_trained_by_either_objective
 
 
 def test_help_names_every_option_with_its_default(capsys):
-    check_help(train_temporal, capsys, 35)
+    check_help(train_temporal, capsys, 36)
