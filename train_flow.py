@@ -3,7 +3,8 @@
     python train_flow.py                                            built-in sets, no download
     python train_flow.py --data modelnet --category chair --cuda    the paper's experiment
     python train_flow.py --data mnist --objective matching          without a solver in the loop
-    python train_flow.py --finetune runs/flow --out runs/fine       then by likelihood
+    python train_flow.py --finetune runs/flow --out runs/fine       then by likelihood, or again by
+                                                                    --objective matching
     python train_flow.py --load runs/flow --sample 9 --points 4096  more points than in training
     python train_flow.py --load runs/flow --evaluate
 
@@ -75,9 +76,8 @@ def parse(argv=None):
     add(
         "--objective", choices=choices, default="likelihood", help="what training maximises or fits"
     )
-    help = (
-        "start from the best weights of a finished RUN, whose model options are then the defaults"
-    )
+    help = "start from the best weights of a finished RUN, whose data, model and paths are then"
+    help += " the defaults"
     add("--finetune", metavar="RUN", help=help)
     add("--field", choices=FIELDS, default="attention", help="of each block")
     add("--blocks", type=number(int, 1), default=12, help="in the chain")
@@ -110,12 +110,13 @@ def check(parser, args, argv):
     wants = bool(args.sample) + args.evaluate
     if bool(args.load) != (wants == 1):
         parser.error("--load RUN goes with either --sample K or --evaluate")
-    if args.finetune and (args.load or args.objective == "matching"):
-        parser.error("--finetune RUN trains by likelihood: leave out --load and --objective")
+    if args.finetune and args.load:
+        parser.error("--finetune RUN trains: leave out --load")
     if args.load:
         args = training.parse_finished(args.load, parser, argv, TRAINING)
     elif args.finetune:
         names = (*MODEL_OPTIONS, "data", "category", "points", "seed")
+        names += ("coupling", "finest") if args.objective == "matching" else ()
         args = training.parse_as_in(args.finetune, parser, argv, names)
     for name, (other, *values) in ONLY_WITH.items():
         if getattr(args, name) != parser.get_default(name) and getattr(args, other) not in values:

@@ -16,7 +16,7 @@ TINY = ["--points", "5", "--blocks", "2", "--hidden", "16,16", "--heads", "2"]
 TINY += ["--time", "--batch-size", "270", "--epochs", "2", "--lr", "2e-2", "--test-sets", "20"]
 TINY += ["--schedule", "cosine"]
 MATCHING = [*TINY, "--objective", "matching", "--ema", "0.8", "--tolerance", "1e-4"]
-MATCHING += ["--epochs", "5"]
+MATCHING += ["--epochs", "5", "--finest", "0.15"]
 LIKELIHOOD = [*TINY, "--gradient", "checkpoint", "--optimizer", "muon", "--method", "rk4"]
 script, run_here = partial(start, "train_flow.py"), partial(call, train_flow)
 
@@ -107,15 +107,21 @@ def test_a_run_stopped_by_sigterm_resumes_to_the_same_numbers(tmp_path):
     assert lines(out) == lines(tmp_path / "whole")
 
 
-def test_finetuning_starts_from_a_matching_run_and_goes_on_by_likelihood(runs, tmp_path):
+@pytest.mark.parametrize("objective", ["likelihood", "matching"])
+def test_finetuning_starts_from_a_matching_run_and_goes_on_by_either(objective, runs, tmp_path):
     base, before = runs["matching"]
-    options = ["--finetune", str(base), "--gradient", "checkpoint", "--method", "rk4"]
+    options = ["--finetune", str(base), "--objective", objective, "--method", "rk4"]
+    options += ["--gradient", "checkpoint"] if objective == "likelihood" else []
     options += ["--epochs", "1", "--test-sets", "20", "--batch-size", "270"]
-    after = train_flow.main([*options, "--out", str(tmp_path / "fine")])
-    assert after["config"]["hidden"] == [16, 16]
+    config = train_flow.main([*options, "--out", str(tmp_path / "fine")])["config"]
     table = lines(tmp_path / "fine")
+    assert config["hidden"] == [16, 16]
     assert table[0]["valid_ppll"] == pytest.approx(before["best"], abs=2e-3)
-    assert table[1]["valid_ppll"] > table[0]["valid_ppll"]
+    if objective == "likelihood":
+        assert table[1]["valid_ppll"] > table[0]["valid_ppll"]
+    else:
+        assert config["finest"] == 0.15
+        assert table[1]["loss"] < lines(base)[2]["loss"]
 
 
 def test_samples_of_a_run_depend_on_the_seed_only_and_may_have_more_points(runs, capsys):
@@ -219,7 +225,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
         ("--load", out, "--evaluate", "--objective", "likelihood"): "--objective is for training",
         ("--load", out, "--evaluate", "--resume"): "--resume is for training",
         ("--points", 10**7, "--out", tmp_path / "w"): "GiB",
-        ("--finetune", out, "--objective", "matching"): "--finetune RUN",
+        ("--finetune", out, "--load", out, "--evaluate"): "--finetune RUN",
         ("--finetune", out, "--hidden", "6,6", "--out", tmp_path / "x"): "another model",
         ("--heads", "3"): "--heads",
         ("--steps", "2"): "--steps: only with --method rk4",
