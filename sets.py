@@ -372,28 +372,33 @@ class AttentionJvp:
     """r = q + A v and δr = δq + δA v + A δv, δA = A (δs − Σ A δs), δs = (δq kᵀ + q δkᵀ)/√h."""
 
     @staticmethod
+    def tangents(*xs):
+        """Each tangent's parts of xs `(..., p, h)`, copied once for all products that read them."""
+        return zip(*(x.movedim(-2, 0).contiguous() for x in xs))
+
+    @staticmethod
     def value(mask, q, k, v, dq, dk, dv):
         a, scale = attention_weights(q, k, mask), 1 / math.sqrt(q.shape[-1])
         dr = []
-        for qi, ki, vi in zip(*(x.unbind(-2) for x in (dq, dk, dv))):
-            da = centred(a, scale * qi @ k.mT + scale * q @ ki.mT).mul_(a)
-            dr.append(qi + da @ v + a @ vi)
+        for qi, ki, vi in AttentionJvp.tangents(dq, dk, dv):
+            da = centred(a, (qi @ k.mT).add_(q @ ki.mT).mul_(scale)).mul_(a)
+            dr.append((da @ v).add_(a @ vi).add_(qi))
         return q + a @ v, torch.stack(dr, -2)
 
     @staticmethod
     def gradient(mask, q, k, v, dq, dk, dv, g, gd):
         a, scale = attention_weights(q, k, mask), 1 / math.sqrt(q.shape[-1])
-        ga, gq, gk, gv, grads = g @ v.mT, g.clone(), 0, a.mT @ g, []
-        for qi, ki, vi, gi in zip(*(x.unbind(-2) for x in (dq, dk, dv, gd))):
-            ds = centred(a, scale * qi @ k.mT + scale * q @ ki.mT)
+        ga, gq, gk, gv, grads = g @ v.mT, g.clone(), torch.zeros_like(k), a.mT @ g, []
+        for qi, ki, vi, gi in AttentionJvp.tangents(dq, dk, dv, gd):
+            ds = centred(a, (qi @ k.mT).add_(q @ ki.mT).mul_(scale))
             gda = centred(a, gi @ v.mT)
             ga += gi @ vi.mT
             ga.addcmul_(gda, ds)
             da, gds = ds.mul_(a), gda.mul_(a).mul_(scale)
             gq += gds @ ki
-            gk = gk + gds.mT @ qi
+            gk += gds.mT @ qi
             gv += da.mT @ gi
-            grads.append((gi + gds @ k, gds.mT @ q, a.mT @ gi))
+            grads.append(((gds @ k).add_(gi), gds.mT @ q, a.mT @ gi))
         gs = centred(a, ga).mul_(a).mul_(scale)
         gdq, gdk, gdv = (torch.stack(x, -2) for x in zip(*grads))
         return gq + gs @ k, gk + gs.mT @ q, gv, gdq, gdk, gdv

@@ -53,7 +53,7 @@ VALID_POINTS = 6400  # points, of all sets together, in an evaluation
 SCORE_SETS = 1000  # samples that are scored at the end
 PIECE = 2**16  # points that are sampled at once
 ONLY_WITH = {  # options that would otherwise do nothing
-    "steps": ("method", "rk4"),
+    "steps": ("method", "rk4", "rk5"),
     "tolerance": ("method", "dopri5"),
     "gradient": ("objective", "likelihood"),
     "coupling": ("objective", "matching"),
@@ -88,9 +88,9 @@ def parse(argv=None):
     add("--trace", choices=TRACES, help=help)
     add("--probes", type=number(int, 1), default=1, help="of Hutchinson's estimator")
     add("--gradient", choices=GRADIENTS, default="adjoint", help="of the likelihood")
-    add("--method", choices=("dopri5", "rk4"), default="dopri5", help="of solving")
+    add("--method", choices=("dopri5", "rk4", "rk5"), default="dopri5", help="of solving")
     add("--tolerance", type=number(float, 1e-12), default=1e-5, help="of dopri5")
-    add("--steps", type=number(int, 1), default=1, help="of rk4 in each block")
+    add("--steps", type=number(int, 1), default=1, help="of rk4 or rk5 in each block")
     choices = ("swaps", "none")
     add("--coupling", choices=choices, default="swaps", help="of noise to points, for matching")
     help = "noise that matching resolves, as a share of the data's deviation"
@@ -138,7 +138,7 @@ def load_sets(args):
 def make_model(args, dim):
     """The chain of blocks."""
     solver = {"method": args.method, "rtol": args.tolerance, "atol": args.tolerance}
-    if args.method == "rk4":
+    if args.method != "dopri5":
         solver["options"] = {"step_size": 0.5 / args.steps}
     flow = {"gradient": args.gradient, "trace": args.trace or "hutchinson", "probes": args.probes}
     sizes = (args.blocks, args.hidden, args.heads, args.field, args.time)
@@ -176,7 +176,7 @@ def check_memory(args, world, points, sets=1, whole=0, *, training_too=False, pa
     """
     kept = 30 * sum(args.hidden) if training_too else 12 * max(args.hidden)  # numbers per point
     if training_too and args.objective == "likelihood" and args.gradient == "backprop":
-        evaluations = 20 if args.method == "dopri5" else 4 * args.steps
+        evaluations = 20 if args.method == "dopri5" else 6 * args.steps
         kept = max(kept, 2.5 * sum(args.hidden) * args.blocks * evaluations)
     need = 4 * (whole + sets * points * kept + 8 * pairs * points**2)
     training.check_memory(need, world, f"{sets} sets of {points} points at once")

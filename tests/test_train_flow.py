@@ -110,7 +110,7 @@ def test_a_run_stopped_by_sigterm_resumes_to_the_same_numbers(tmp_path):
 @pytest.mark.parametrize("objective", ["likelihood", "matching"])
 def test_finetuning_starts_from_a_matching_run_and_goes_on_by_either(objective, runs, tmp_path):
     base, before = runs["matching"]
-    options = ["--finetune", str(base), "--objective", objective, "--method", "rk4"]
+    options = ["--finetune", str(base), "--objective", objective, "--method", "rk5"]
     options += ["--gradient", "checkpoint"] if objective == "likelihood" else []
     options += ["--epochs", "1", "--test-sets", "20", "--batch-size", "270"]
     config = train_flow.main([*options, "--out", str(tmp_path / "fine")])["config"]
@@ -228,7 +228,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
         ("--finetune", out, "--load", out, "--evaluate"): "--finetune RUN",
         ("--finetune", out, "--hidden", "6,6", "--out", tmp_path / "x"): "another model",
         ("--heads", "3"): "--heads",
-        ("--steps", "2"): "--steps: only with --method rk4",
+        ("--steps", "2"): "--steps: only with --method rk4 or rk5",
         ("--tolerance", "1e-3", "--method", "rk4"): "only with --method dopri5",
         ("--gradient", "backprop", "--objective", "matching"): "only with --objective likelihood",
         ("--finest", "0.2"): "only with --objective matching",
