@@ -229,8 +229,11 @@ class SetFlow(nn.Module):
     def standardise(self, x, mask=None):
         """Let the chain see data in units of the mean and deviation of these sets, per axis."""
         points = x.flatten(0, -2) if mask is None else x[mask]
+        std = points.std(0, correction=0)
+        if not (std > 0).all() or not std.isfinite().all():
+            raise ValueError(f"x must vary along every axis, but deviates by {std.tolist()}")
         self.mean.copy_(points.mean(0))
-        self.std.copy_(points.std(0))
+        self.std.copy_(std)
 
     def enter(self, x, mask=None):
         """(x − mean) / std; padded points stay as they are."""

@@ -423,7 +423,11 @@ def measure(problem, x):
     """The root mean square of x, or the caller's norm, as a float."""
     if problem.norm is not None:
         return float(problem.norm(x) + 0 * x.sum().abs())  # no norm may overlook a NaN
-    return torch.linalg.vector_norm(x).item() / math.sqrt(max(x.numel(), 1))
+    return root_mean_square(x).item()
+
+
+def root_mean_square(x):
+    return torch.linalg.vector_norm(x) / math.sqrt(max(x.numel(), 1))
 
 
 def next_size(h, ratio, previous, growth):
@@ -592,7 +596,8 @@ class Adjoint(torch.autograd.Function):
         forwards = replace(ctx.problem, stats=Stats())
         augmented, sizes, used = adjoint_field(forwards.f, xs[0], params)
         problem = Problem(augmented, forwards.stats, **ctx.backwards)
-        problem.norm = partial(worst_part, sizes=sizes[:2] if problem.norm else sizes)
+        norm = {"norm": forwards.norm or root_mean_square, "shape": xs[0].shape}
+        problem.norm = partial(worst_part, sizes=sizes[:2] if problem.norm else sizes, **norm)
         ts, gt = read_times(t, problem), torch.zeros_like(t)
         a, gparams = torch.zeros_like(xs[0]), xs.new_zeros(sizes[2])
         for i in range(len(ts) - 1, 0, -1):
@@ -636,11 +641,14 @@ def gradients(ys, xs, gs):
     return [next(found) if x.requires_grad else None for x in xs]
 
 
-def worst_part(z, sizes):
-    """The largest root mean square among the first parts of z, so that many do not hide few."""
-    parts = z.split([*sizes, z.numel() - sum(sizes)])[: len(sizes)]
-    norms = [torch.linalg.vector_norm(p) / math.sqrt(max(p.numel(), 1)) for p in parts]
-    return torch.stack(norms).max()
+def worst_part(z, sizes, norm, shape):
+    """The largest norm among the first parts of z, so that many do not hide few.
+
+    x and a have the norm of the solve forwards; the parameters' gradients, their root mean square.
+    """
+    x, a, *rest = z.split([*sizes, z.numel() - sum(sizes)])[: len(sizes)]
+    norms = [norm(x.view(shape)), norm(a.view(shape)), *map(root_mean_square, rest)]
+    return torch.stack([torch.as_tensor(value, device=z.device) for value in norms]).max()
 
 
 def inner(a, b):

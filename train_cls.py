@@ -154,6 +154,8 @@ def draw_confusion(path, metrics, title):
 
 def train_several(args):
     """--runs: mean and standard deviation of the accuracy over seeds."""
+    if (Path(args.out) / "config.json").exists():
+        raise training.UsageError(f"--out {args.out} holds a run: for --runs, name another")
     runs = []
     for seed in range(args.seed, args.seed + args.runs):
         one = copy.copy(args)

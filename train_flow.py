@@ -23,8 +23,9 @@ Departures from the paper
   data into units of their own mean and deviation first (`SetFlow.standardise`).
 - The test likelihood has the exact trace, or for the transformer, which has no shortcut to it,
   Hutchinson's unbiased estimate with --probes probes, unless --trace says otherwise.
-- Weights are selected on held-out training sets, of which about VALID_POINTS points are read, at a
-  tolerance of 1e-3 at the tightest. The test sets are read once, at the end.
+- Weights are selected on held-out training sets, of which about VALID_POINTS points are read, by
+  dopri5 at a tolerance of 1e-3 at the tightest. The test sets are read once, at the end, by dopri5
+  at --tolerance, whatever --method training has.
 - "Halved every 100 epochs" is "after each tenth of the run", so that any budget has all of it.
 - A transformer field, Muon and averaged weights are options, for what they gain see the README.
 """
@@ -44,6 +45,7 @@ import metrics
 import pictures
 import training
 from exnode import GRADIENTS, TRACES, SetFlow
+from sets import count
 from solvers import Stats
 
 FIELDS = ("attention", "deepsets", "transformer")
@@ -54,7 +56,6 @@ SCORE_SETS = 1000  # samples that are scored at the end
 PIECE = 2**16  # points that are sampled at once
 ONLY_WITH = {  # options that would otherwise do nothing
     "steps": ("method", "rk4", "rk5"),
-    "tolerance": ("method", "dopri5"),
     "gradient": ("objective", "likelihood"),
     "coupling": ("objective", "matching"),
     "finest": ("objective", "matching"),
@@ -89,13 +90,14 @@ def parse(argv=None):
     add("--probes", type=number(int, 1), default=1, help="of Hutchinson's estimator")
     add("--gradient", choices=GRADIENTS, default="adjoint", help="of the likelihood")
     add("--method", choices=("dopri5", "rk4", "rk5"), default="dopri5", help="of solving")
-    add("--tolerance", type=number(float, 1e-12), default=1e-5, help="of dopri5")
+    help = "of dopri5, which every evaluation uses"
+    add("--tolerance", type=number(float, 1e-12), default=1e-5, help=help)
     add("--steps", type=number(int, 1), default=1, help="of rk4 or rk5 in each block")
     choices = ("swaps", "none")
     add("--coupling", choices=choices, default="swaps", help="of noise to points, for matching")
     help = "noise that matching resolves, as a share of the data's deviation"
     add("--finest", type=number(float, 1e-6), default=0.1, help=help)
-    add("--clip", type=number(float, 0), help="largest norm of a gradient; None: any")
+    add("--clip", type=number(float, 1e-9), help="largest norm of a gradient; None: any")
     help = "sets of the test split that are read at the end; None: all"
     add("--test-sets", type=number(int, 2), help=help)
     add("--load", metavar="RUN", help="a run directory, for --sample or --evaluate")
@@ -122,6 +124,11 @@ def check(parser, args, argv):
         if getattr(args, name) != parser.get_default(name) and getattr(args, other) not in values:
             values = " or ".join(value for value in values if value)
             parser.error(f"argument --{name}: only with --{other} {values}")
+    if args.sample:
+        names = ("data", "category", "batch_size", "test_sets")
+        training.refuse(parser, args, names, "is for sets of data, which --sample does not read")
+    if args.objective == "matching" and args.field != "transformer" and not args.trace:
+        training.refuse(parser, args, ("probes",), "would not be read: the test's trace is exact")
     if args.field != "deepsets" and args.hidden[-1] % args.heads:
         parser.error(f"argument --heads: {args.heads} does not divide {args.hidden[-1]}")
     if args.field == "transformer" and len(set(args.hidden)) > 1:
@@ -149,12 +156,14 @@ def make_model(args, dim):
 
 
 def judge(args, model, tolerance=0.0):
-    """The same model with the trace of an evaluation, at a tolerance that is no tighter."""
-    twin = copy.deepcopy(model).eval()
+    """The same model with the trace of an evaluation, by dopri5 at a tolerance that is no tighter.
+
+    Fixed steps have errors of their own, which training through them could exploit.
+    """
+    twin, tolerance = copy.deepcopy(model).eval(), max(args.tolerance, tolerance)
     twin.trace = args.trace or ("hutchinson" if args.field == "transformer" else "exact")
     for block in twin.blocks:
-        for name in ("rtol", "atol"):
-            block.settings[name] = max(block.settings[name], tolerance)
+        block.settings = {"method": "dopri5", "rtol": tolerance, "atol": tolerance, "options": None}
     return twin
 
 
@@ -192,7 +201,7 @@ def measure_likelihood(model, split, batch_size, world, seed=0):
     total = data.steps(split, batch_size, training=False)
     for x, mask, *_ in training.watch("likelihood", batches, total):
         log_p = model.log_prob(x, mask, generator=generator, stats=stats).double()
-        value = log_p / (x.shape[-2] if mask is None else mask.sum(-1)) + split.log_unit
+        value = log_p / count(x, mask) + split.log_unit
         sums += torch.stack([value.sum(), value.square().sum()])
     mean, square = (world.sum(sums) / len(split)).tolist()
     return {
@@ -204,7 +213,7 @@ def measure_likelihood(model, split, batch_size, world, seed=0):
     }
 
 
-def draw_noise(model, sets, points, seed):
+def draw_base(model, sets, points, seed):
     """Base points z `(sets, points, d)`, drawn on the CPU: the same on any device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(sets, points, model.dim, generator=generator).to(model.mean)
@@ -213,7 +222,7 @@ def draw_noise(model, sets, points, seed):
 @torch.no_grad()
 def draw_sets(model, sets, points, seed=0):
     """`(sets, points, d)` samples, solved for about PIECE points at a time."""
-    parts = draw_noise(model, sets, points, seed).split(max(1, PIECE // points))
+    parts = draw_base(model, sets, points, seed).split(max(1, PIECE // points))
     return torch.cat([model.decode(part) for part in training.watch("sampling", parts)])
 
 
@@ -258,7 +267,7 @@ def train(args):
         if args.objective == "matching":
             how = {"coupling": args.coupling, "finest": args.finest}
             return model.matching_loss(batch.x, batch.mask, **how)
-        return -model.log_prob(batch.x, batch.mask).mean() / batch.x.shape[-2]
+        return -(model.log_prob(batch.x, batch.mask) / count(batch.x, batch.mask)).mean()
 
     def evaluate(model):
         twin = judge(args, model, tolerance=1e-3)
@@ -274,15 +283,16 @@ def start(args, model, train):
         training.load_best(model, args.finetune)
     elif args.objective == "matching":
         x, mask, _ = train.draw(np.arange(min(len(train), 2000)))
-        model.standardise(*(None if a is None else torch.from_numpy(a) for a in (x, mask)))
+        try:
+            model.standardise(*(None if a is None else torch.from_numpy(a) for a in (x, mask)))
+        except ValueError as e:
+            raise training.UsageError(f"--objective matching: {e}") from None
 
 
 def measure(args, model, test, world):
     twin, test = judge(args, model), test.some(args.test_sets)
     results = measure_likelihood(twin, test, args.batch_size, world)
-    results |= {"trace": twin.trace, "log_unit": test.log_unit}
-    if args.method == "dopri5":
-        results["tolerance"] = args.tolerance
+    results |= {"trace": twin.trace, "tolerance": args.tolerance, "log_unit": test.log_unit}
     if (noise := test.noise()) is not None:
         results["noise"] = noise
     return results | {"samples": measure_samples(model, test, args.seed)}
@@ -336,7 +346,7 @@ def paths(model, z, frames):
 
 def draw_path(out, model, points, seed, sets=5):
     """path.png, sets on their way from noise to data, and path-moving.png, the same in motion."""
-    z = draw_noise(model, sets, points, seed)
+    z = draw_base(model, sets, points, seed)
     at = paths(model, z, 25).cpu().numpy()  # (frames, sets, n, d)
     rows = [list(at[::3, i]) for i in range(sets)]
     names = [f"{k / 8:.2f}" for k in range(9)]
@@ -357,10 +367,13 @@ def sample(args):
     sets = min(args.sample, max(1, PIECE // args.points))
     check_memory(args, world, args.points, sets, 4 * args.sample * args.points * model.dim)
     name = Path(args.out) / f"samples-{args.sample}x{args.points}-seed{args.seed}"
+    try:
+        name.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise training.UsageError(f"--out {args.out}: {e.strerror}") from None
     begun = time.monotonic()
     sets = draw_sets(model, args.sample, args.points, args.seed).cpu()
     seconds = (time.monotonic() - begun) / args.sample
-    name.parent.mkdir(parents=True, exist_ok=True)
     training.write(Path(f"{name}.npy"), lambda f: np.save(f, sets.numpy()))
     draw_samples(f"{name}.png", sets[:27])
     training.say(f"{name}.npy and .png: {seconds:.3g} s per set")

@@ -131,7 +131,10 @@ def parse(argv=None):
     if args.finetune:
         if args.load:
             parser.error("--finetune trains: leave out --load")
+        before, hidden = training.read_config(args.finetune), args.hidden
         args = training.parse_as_in(args.finetune, parser, argv, MODEL_OPTIONS)
+        if args.decoder != before["decoder"]:
+            args.hidden = hidden
     if args.load:
         args = training.parse_finished(args.load, parser, argv, TRAINING)
     args.hidden = args.hidden or HIDDEN[args.decoder]
@@ -146,15 +149,15 @@ def check(parser, args):
         parser.error("--load RUN goes with one of --evaluate, --sample and --reconstruct")
     if args.at and args.reconstruct is None:
         parser.error("--at gives the times of --reconstruct")
-    mine = args.classifier != parser.get_default("classifier")  # not that of the run
-    if mine and (args.sample or args.reconstruct):
-        parser.error("--classifier reads the test series: not with --sample or --reconstruct")
-    for name in ("kl", "coupling", "pieces", "match_times"):
-        if args.objective == "elbo" and getattr(args, name) != parser.get_default(name):
-            parser.error(f"--{name.replace('_', '-')} is for --objective matching")
+    if args.sample or args.reconstruct:
+        names = ("data", "category", "batch_size", "test_series", "classifier")
+        training.refuse(parser, args, names, "is for the test series, which nothing reads here")
+    if args.objective == "elbo":
+        names = ("kl", "coupling", "pieces", "match_times")
+        training.refuse(parser, args, names, "is for --objective matching")
     if args.trace != parser.get_default("trace") and not reads_trace(args):
         parser.error("--trace: without --objective elbo or a transformer, nothing would read it")
-    if args.pieces > args.points:
+    if args.pieces > args.points and not args.load:
         parser.error(f"argument --pieces: {args.pieces} of sets of {args.points} points")
     if args.match_times > (args.random_times or len(args.times)) and not args.load:
         parser.error(f"argument --match-times: {args.match_times} is more than there are")
@@ -541,7 +544,7 @@ def restore(args):
     return world, model.to(world.device).eval()
 
 
-def keep(args, name, x, rows, trained, title):
+def write_series(args, name, x, rows, trained, title):
     """Series x as NAME.npy, NAME.png and NAME-moving.png in --out."""
     name = Path(args.out) / name
     training.write(name.with_name(f"{name.name}.npy"), lambda f: np.save(f, x))
@@ -562,7 +565,7 @@ def sample(args):
     at = [args.times[k] for k in pick]
     rows = [(str(i + 1), at, sets[pick]) for i, sets in enumerate(x[:10])]
     name = f"samples-{args.sample}x{args.points}-seed{args.seed}"
-    return keep(args, name, x, rows, training.read_config(args.load)["times"], "samples")
+    return write_series(args, name, x, rows, training.read_config(args.load)["times"], "samples")
 
 
 def reconstruct(args):
@@ -583,7 +586,7 @@ def reconstruct(args):
         rows.append(("model", [args.times[k] for k in pick], sets[pick]))
     name = f"{Path(args.reconstruct).stem}-reconstructed"
     title = "given series, and what the model makes of it"
-    return keep(args, name, made[0] if one else made, rows, at, title)
+    return write_series(args, name, made[0] if one else made, rows, at, title)
 
 
 def read_series(path):

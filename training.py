@@ -150,10 +150,16 @@ def parse_finished(run, parser, argv, more=()):
     """The options of a finished run, but for what argv says; --out is the run."""
     parser.set_defaults(out=run)
     args = parse_as_in(run, parser, argv)
-    for name in ("resume", "epochs", "minutes", "optimizer", "lr", "schedule", "ema", *more):
-        if getattr(args, name) != parser.get_default(name):
-            parser.error(f"--{name.replace('_', '-')} is for training, not for --load")
+    names = ("resume", "epochs", "minutes", "optimizer", "lr", "schedule", "ema", *more)
+    refuse(parser, args, names, "is for training, not for --load")
     return args
+
+
+def refuse(parser, args, names, why):
+    """An error if one of these options is not at its default."""
+    for name in names:
+        if getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')} {why}")
 
 
 def say(text, end="\n"):
@@ -423,7 +429,7 @@ def prepare(args, world):
             raise UsageError(f"--out {out} is not empty, and no run: name another directory")
         if there and not args.resume:
             raise UsageError(f"--out {out} holds a run: add --resume, or name another directory")
-        before = read_json(out / "config.json")
+        before = read_config(out)
         names = sorted(before.keys() | config.keys())
         differ = [k for k in names if before.get(k) != config.get(k)]
         if differ:
@@ -476,7 +482,10 @@ class Objective(nn.Module):
         self.model, self.loss = model, loss
 
     def forward(self, batch):
-        return self.loss(self.model, batch)
+        loss = self.loss(self.model, batch)
+        if dist.is_initialized():  # DistributedDataParallel waits for those that a step leaves out
+            loss = loss + 0 * sum(p.sum() for p in self.model.parameters())
+        return loss
 
 
 class Run:
@@ -531,6 +540,8 @@ class Run:
         if self.world.size > 1:
             objective = DistributedDataParallel(objective)
         with self.alone(), self.signals():
+            if self.step == 0 and self.world.rank == 0:  # another start may have left its own since
+                write_json(self.out / "config.json", configuration(self.args))
             while self.step < self.total or self.evaluated < self.step:
                 if self.evaluated < self.step and self.due():
                     self.evaluate(evaluate, best)

@@ -377,7 +377,7 @@ def test_a_flow_in_units_of_its_data_is_the_same_flow_of_scaled_data():
     flow.standardise(x, mask)
     y = flow.enter(x, mask)
     close(y[mask].mean(0), torch.zeros(2, dtype=F64), 1e-9)
-    close(y[mask].std(0), torch.ones(2, dtype=F64), 1e-9)
+    close(y[mask].square().mean(0), torch.ones(2, dtype=F64), 1e-9)
     change = mask.sum(-1) * flow.std.log().sum()
     close(flow.log_prob(x, mask), plain.log_prob(y, mask) - change, 1e-9)
     close(flow.encode(x, mask), plain.encode(y, mask), 1e-9)
@@ -487,6 +487,13 @@ def test_half_of_a_matching_loss_with_pieces_is_that_of_each_piece_by_itself(dec
     for wrong in ({"pieces": 6}, {"pieces": 2, "mask": torch.ones(x.shape[:-1], dtype=bool)}):
         with pytest.raises(ValueError, match="pieces="):
             vae.matching_loss(x, t, **wrong)
+
+
+def test_data_without_spread_along_an_axis_have_no_units():
+    flat = torch.rand(4, 5, 2) * torch.tensor([1.0, 0.0])
+    for x in (flat, torch.rand(1, 1, 2), torch.full((2, 3, 2), math.nan)):
+        with pytest.raises(ValueError, match="vary along every axis"):
+            SetFlow(2, 1, (8, 8)).standardise(x)
 
 
 def test_a_matching_loss_at_some_times_is_that_of_the_sets_there(monkeypatch):
@@ -786,9 +793,13 @@ def test_padding_changes_not_even_the_steps_of_an_adaptive_solver():
     flow = SetFlow(2, 2, (8, 8), trace="exact", rtol=1e-3, atol=1e-3).double()
     x, padding = torch.randn(3, 5, 2, dtype=F64), 1e3 * torch.randn(3, 4, 2, dtype=F64)
     padded, mask = torch.cat([x, padding], 1), torch.arange(9).expand(3, 9) < 5
-    counts = Stats(), Stats()
-    close(flow.log_prob(padded, mask, stats=counts[0]), flow.log_prob(x, stats=counts[1]), 1e-10)
+    counts, found = (Stats(), Stats()), []
+    for sets, stats in zip(((padded, mask), (x,)), counts):  # by SetFlow's default, the adjoint
+        log_p = flow.log_prob(*sets, stats=stats)
+        found.append((log_p.detach(), *torch.autograd.grad(log_p.sum(), [*flow.parameters()])))
+    close(*found, 1e-10)
     assert counts[0] == counts[1]
+    assert counts[0].backward_nfe > 0
     z = flow.encode(padded, mask)
     close(z[:, :5], flow.encode(x), 1e-10)
     close(z[:, 5:], padding, 0)

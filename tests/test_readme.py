@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+MODULES = [importlib.import_module(name) for name in ("exnode", "sets", "solvers", "data")]
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -31,10 +32,22 @@ def test_every_part_has_an_example():
 
 def test_every_name_in_the_map_of_the_paper_exists():
     table = README.split("## From the paper to the code")[1].split("\n## ")[0]
-    names = re.findall(r"`(solvers|sets|exnode|data)\.(\w+)", table)
-    assert len(names) > 15
-    for module, name in names:
-        assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
+    names = [n for n in re.findall(r"`([.\w]+)(?![.\w/])", table) if not n.endswith(".py")]
+    assert len(names) > 25
+    owner = None
+    for name in names:
+        *path, last = name.removeprefix(".").split(".")
+        if not name.startswith("."):  # else beside the one before
+            owner = next(o for o in (find_owner(m, path) for m in MODULES) if hasattr(o, last))
+        assert hasattr(owner, last), name
+
+
+def find_owner(module, path):
+    """What a dotted path stands for in a module, whose own name it may begin with; or None."""
+    for k, part in enumerate(path):
+        if k or part != module.__name__:
+            module = getattr(module, part, None)
+    return module
 
 
 def test_every_result_in_a_table_is_that_of_a_run():

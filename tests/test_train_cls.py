@@ -196,6 +196,8 @@ def test_a_second_run_into_the_same_directory_is_refused(whole, capsys):
     code, err = run_here(capsys, *SMALL, "--out", out, "--resume", "--lr", "0.5")
     assert (code, err.count("\n")) == (2, 1)
     assert "lr 0.001 → 0.5" in err
+    code, err = run_here(capsys, *SMALL, "--out", out, "--resume", "--runs", "2")
+    assert (code, err.count("\n")) == (2, 1)
     assert before == {p.name: p.read_bytes() for p in out.iterdir()}
 
 

@@ -59,7 +59,7 @@ def test_a_run_raises_the_likelihood_and_leaves_all_its_files(runs, objective):
     assert results == json.loads((out / "results.json").read_text())
     test = results["test"]
     assert (test["sets"], test["trace"]) == (20, "exact")
-    assert test["evaluations"] == 8 if objective == "likelihood" else test["evaluations"] > 20
+    assert test["evaluations"] > 20  # of dopri5, also where training has one step of rk4
     assert test["bits_per_dim"] == pytest.approx(-test["ppll"] / (2 * np.log(2)))
     assert 0 <= test["samples"]["1-NNA"] <= 1
 
@@ -90,7 +90,7 @@ def test_matching_standardises_the_data_and_likelihood_leaves_them_as_in_the_pap
     assert std["likelihood"].eq(1).all()
     x = torch.from_numpy(data.load(points=5).train.draw(np.arange(2000))[0]).flatten(0, 1)
     torch.testing.assert_close(mean["matching"], x.mean(0))
-    torch.testing.assert_close(std["matching"], x.std(0))
+    torch.testing.assert_close(std["matching"], x.std(0, correction=0))
 
 
 def test_a_run_stopped_by_sigterm_resumes_to_the_same_numbers(tmp_path):
@@ -211,7 +211,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
     (broken / "config.json").write_bytes((out / "config.json").read_bytes())
     (broken / "best.pt").write_bytes((out / "best.pt").read_bytes()[:1000])
     cases = {
-        ("--cuda",): "no GPU",
+        **({} if torch.cuda.is_available() else {("--cuda", "--out", tmp_path / "c"): "no GPU"}),
         ("--sample", "3"): "--load RUN",
         ("--load", out): "--load RUN goes with",
         ("--load", out, "--sample", "3", "--evaluate"): "goes with either",
@@ -229,7 +229,20 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
         ("--finetune", out, "--hidden", "6,6", "--out", tmp_path / "x"): "another model",
         ("--heads", "3"): "--heads",
         ("--steps", "2"): "--steps: only with --method rk4 or rk5",
-        ("--tolerance", "1e-3", "--method", "rk4"): "only with --method dopri5",
+        ("--load", out, "--sample", "3", "--category", "7"): "--category is for sets of data",
+        ("--load", out, "--sample", "3", "--out", "/proc/x"): "--out",
+        ("--probes", "2", "--objective", "matching"): "--probes would not be read",
+        ("--clip", "0"): "--clip",
+        (
+            "--category",
+            "shapes",
+            "--points",
+            "1",
+            "--objective",
+            "matching",
+            "--out",
+            tmp_path / "y",
+        ): "vary along every axis",
         ("--gradient", "backprop", "--objective", "matching"): "only with --objective likelihood",
         ("--finest", "0.2"): "only with --objective matching",
         ("--coupling", "none"): "only with --objective matching",

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from scripts import call, check_help, lines
+from scripts import TWO_PROCESSES, call, check_help, lines, start
 
 import data
 import train_cls
@@ -26,7 +26,7 @@ from pictures import COLOURS
 TINY = ["--points", "6", "--times", "0,0.5,1", "--category", "1", "--hidden", "32,32"]
 TINY += ["--latent", "2", "--lr", "1e-2", "--valid-series", "16", "--test-series", "16"]
 MATCHING = [*TINY, "--objective", "matching", "--random-times", "2", "--ema", "0.8"]
-MATCHING += ["--batch-size", "16", "--epochs", "12", "--kl", "0.4"]
+MATCHING += ["--batch-size", "16", "--epochs", "12", "--kl", "0.4", "--lr", "3e-3"]
 ELBO = [*TINY, "--trace", "exact", "--gradient", "checkpoint", "--batch-size", "16"]
 ELBO += ["--epochs", "3"]
 LOAD_SERIES = train_temporal.load_series
@@ -340,8 +340,8 @@ def test_a_model_that_copies_is_recognised_as_what_it_copies(monkeypatch):
 
 def test_a_wrong_classifier_is_one_line_and_exit_code_2(run, digits, tmp_path, capsys):
     for wrong in (tmp_path / "nowhere", run):
-        for start in ([*MATCHING, "--out", tmp_path / "new"], ["--load", run, "--evaluate"]):
-            code, err = run_here(capsys, *start, "--classifier", wrong)
+        for options in ([*MATCHING, "--out", tmp_path / "new"], ["--load", run, "--evaluate"]):
+            code, err = run_here(capsys, *options, "--classifier", wrong)
             assert (code, err.count("\n")) == (2, 1)
             assert str(wrong) in err
     code, err = run_here(capsys, "--load", run, "--sample", "1", "--classifier", digits)
@@ -374,6 +374,25 @@ def test_finetuning_starts_from_a_run_and_changes_what_it_is_told(runs, tmp_path
         how[-1] = str(tmp_path / "wrong")
         code, err = run_here(capsys, "--finetune", before, *how, *wrong)
         assert (code, err.count("\n")) == (2, 1)
+
+
+def test_another_decoder_has_its_own_widths_unless_they_are_named(run):
+    options = ["--finetune", str(run), "--decoder", "transformer", "--objective", "matching"]
+    assert train_temporal.parse(options).hidden == [128] * 4
+    assert train_temporal.parse([*options, "--hidden", "16"]).hidden == [16]
+    assert train_temporal.parse(options[:2]).hidden == [32, 32]
+
+
+def test_two_processes_train_also_where_a_step_leaves_out_the_latent_ode(tmp_path):
+    options = [*TINY, "--times", "0", "--objective", "matching", "--batch-size", "128"]
+    out = tmp_path / "run"
+    options += ["--epochs", "1", "--out", out]
+    process = start("train_temporal.py", *options, launcher=TWO_PROCESSES)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    results = json.loads((out / "results.json").read_text())
+    assert results["processes"] == 2
+    assert results["steps"] > 1
 
 
 def test_a_start_that_failed_does_not_block_its_directory(tmp_path, capsys):
@@ -414,20 +433,27 @@ def test_points_move_continuously_in_time():
 
 def test_a_person_s_own_series_may_be_ragged_and_irregular(run, tmp_path, capsys):
     x = few_series(some_args()).test.draw(np.arange(2))[0]  # (2, 3, 6, 2)
-    padded = np.full((2, 3, 9, 2), np.nan, np.float32)
-    padded[:, :, [0, 2, 3, 5, 6, 8]] = x
+    shutil.copytree(run, tmp_path / "run")
+    state = training.read_checkpoint(run / "best.pt")
+    state["model"]["mean.6.weight"] *= 100  # a posterior that has much to say
+    torch.save(state, tmp_path / "run" / "best.pt")
+    some, other = np.full((2, 2, 3, 9, 2), np.nan, np.float32)
+    for i, k in np.ndindex(2, 3):
+        size = 6 - i - k  # points in this set: as first ones, or scattered
+        some[i, k, :size], other[i, k, 8 : 8 - size : -1] = x[i, k, :size], x[i, k, :size]
 
     def reconstruct(name, series, *options):
         np.save(tmp_path / f"{name}.npy", series)
         options = ["--reconstruct", tmp_path / f"{name}.npy", "--times", "0,0.5,2", *options]
-        code, err = run_here(capsys, "--load", run, "--out", tmp_path, *options)
+        code, err = run_here(capsys, "--load", tmp_path / "run", "--out", tmp_path, *options)
         assert code == 0, err
         assert has(read_png(tmp_path / f"{name}-reconstructed.png")[0], "green")
         return np.load(tmp_path / f"{name}-reconstructed.npy")
 
-    whole, ragged = reconstruct("whole", x), reconstruct("ragged", padded)
+    whole, ragged = reconstruct("whole", x), reconstruct("ragged", some)
     assert whole.shape == (2, 3, 6, 2)
-    np.testing.assert_allclose(ragged, whole, atol=1e-5)
+    assert not np.allclose(ragged, whole, atol=1e-3)
+    np.testing.assert_allclose(reconstruct("other", other), ragged, atol=1e-5)
     one = reconstruct("one", x[0], "--points", "7", "--at", "0,0.5,1")
     assert one.shape == (3, 7, 2)
     late = reconstruct("late", x[0], "--points", "7", "--at", "0.2,0.3,1")
@@ -534,6 +560,7 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(options, tmp_path, capsys):
         ["--sample", "2", "--lr", "0.1"],
         ["--sample", "2", "--random-times", "4"],
         ["--sample", "2", "--resume"],
+        ["--sample", "2", "--category", "7"],
         ["--sample", "2", "--latent", "3"],
         ["--sample", "2", "--decoder", "attention"],
         ["--sample", "2", "--points", "100000000000"],
