@@ -59,6 +59,8 @@ def parse(argv=None):
     add("--train-steps", type=count, default=100, help=help)
     help = "sets of the batch on which log-likelihoods and gradients are compared with float64"
     add("--check", type=count, default=16, help=help)
+    traces = ("hutchinson", "exact")
+    add("--traces", nargs="+", choices=traces, default=traces, help="of our contenders")
     help = "GB that autograd may keep in a step; a contender that keeps more is not run"
     add("--memory", type=number(float, 0), default=12.0, help=help)
     add("--threads", type=count, help="of torch; None: as it chooses")
@@ -327,7 +329,7 @@ def contenders(setting):
     model = FlowOnTorchdiffeq(setting.flow, setting.args.tolerance)
     rival = setting.judged(Contender(f"{RIVAL}, dopri5", "adjoint", "hutchinson", model))
     chosen = [rival]
-    for trace in ("hutchinson", "exact"):
+    for trace in setting.args.traces:
         for gradient in ("adjoint", "checkpoint", "backprop"):
             chosen.append(setting.judged(setting.contender("dopri5", gradient, trace)))
         method, steps, checkpoint = enough_steps(setting, rival, trace)
