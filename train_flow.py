@@ -320,12 +320,14 @@ def draw_curves(out):
 
 
 def draw_samples(path, samples, real=None):
-    """Rows of nine samples, beneath as many real sets."""
-    rows = [list(part) for part in np.array_split(np.asarray(samples.cpu()), -(-len(samples) // 9))]
+    """Rows of samples, nine or, of many points, fewer and larger, beneath as many real sets."""
+    across, cell = (9, 112) if samples.shape[-2] <= 1024 else (4, 252)
+    parts = np.array_split(np.asarray(samples.cpu()), -(-len(samples) // across))
+    rows = [list(part) for part in parts]
     labels, colours = ["samples"] + [""] * (len(rows) - 1), ["blue"] * len(rows)
     if real is not None:
         rows, labels, colours = [list(real), *rows], ["real", *labels], ["grey", *colours]
-    grid = pictures.point_grid(rows, row_labels=labels, colours=colours)
+    grid = pictures.point_grid(rows, row_labels=labels, colours=colours, cell=cell)
     pictures.write_png(path, grid)
 
 
