@@ -41,7 +41,8 @@ MODELS = {
     "deepsets": DeepSets,
     "settransformer": SetTransformer,
 }
-TRAINING = ("augment", "valid", "smoothing", "runs")  # options that --evaluate has no use for
+MODEL_OPTIONS = ("data", "category", "points", "model", "valid", "seed")
+TRAINING = ("augment", "valid", "smoothing", "runs", "finetune")  # without use for --evaluate
 INTERVALS = 6  # of the run, each with half the learning rate of the one before
 
 
@@ -57,6 +58,8 @@ def parse(argv=None):
     add("--valid", type=number(float, 0, below=1), default=0.1, help=help)
     help = "share of the label that is spread over all classes"
     add("--smoothing", type=number(float, 0, below=1), default=0.0, help=help)
+    help = "start from the best weights of a RUN, whose data and model options are the defaults"
+    add("--finetune", metavar="RUN", help=help)
     help = "train with seed, seed + 1, …, each in its own directory under --out"
     add("--runs", type=number(int, 1), default=1, help=help)
     add("--load", metavar="RUN", help="a run directory, for --evaluate; its options are defaults")
@@ -64,6 +67,10 @@ def parse(argv=None):
     args = parser.parse_args(argv)
     if bool(args.load) != args.evaluate:
         parser.error("--load RUN and --evaluate go together")
+    if args.finetune:
+        if args.load or args.runs > 1:
+            parser.error("--finetune RUN trains one run: leave out --load and --runs")
+        args = training.parse_as_in(args.finetune, parser, argv, MODEL_OPTIONS)
     if args.load:
         args = training.parse_finished(args.load, parser, argv, more=TRAINING)
     return args
@@ -110,6 +117,8 @@ def train(args):
     splits = load_sets(args)
     training.seed(args.seed)
     model = MODELS[args.model](splits.train.dim, len(splits.train.classes)).to(world.device)
+    if args.finetune:
+        training.load_best(model, args.finetune)
     optimizer = training.OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
     steps = data.steps(splits.train, args.batch_size)
     schedule = training.schedule(args.schedule, INTERVALS)
