@@ -131,6 +131,18 @@ def test_a_finished_run_can_be_evaluated_again_also_with_other_points(whole, cap
         assert words in err
 
 
+def test_finetuning_starts_from_a_run_with_its_data_and_model(whole, tmp_path, capsys):
+    out, results = whole
+    options = ["--finetune", str(out), "--out", str(tmp_path / "fine"), "--epochs", "1"]
+    config = train_cls.main([*options, "--batch-size", "512", "--lr", "1e-4"])["config"]
+    for name in train_cls.MODEL_OPTIONS:
+        assert config[name] == results["config"][name]
+    assert lines(tmp_path / "fine")[0]["valid_accuracy"] == pytest.approx(results["best"])
+    for wrong in (["--runs", "2"], ["--load", out, "--evaluate"]):
+        code, err = run_here(capsys, *options, *wrong)
+        assert (code, err.count("\n")) == (2, 1)
+
+
 def test_a_loss_that_explodes_exits_with_1_and_names_the_checkpoint(tmp_path, capsys):
     code, err = run_here(capsys, *SMALL, "--lr", "1e37", "--out", tmp_path / "run")
     assert code == 1
@@ -202,4 +214,4 @@ def test_a_second_run_into_the_same_directory_is_refused(whole, capsys):
 
 
 def test_help_names_every_option_with_its_default(capsys):
-    check_help(train_cls, capsys, 22)
+    check_help(train_cls, capsys, 23)
