@@ -4,13 +4,14 @@
     python train_cls.py --data modelnet --model exnode-attention --runs 5 --cuda
     python train_cls.py --data modelnet --epochs 10 --batch-size 32 --optimizer muon \\
         --schedule one-cycle --ema 0.99 --smoothing 0.1         half an hour on one core
+    python train_cls.py --finetune runs/cls --no-augment --lr 3e-4 --epochs 8 --out runs/fine
     python train_cls.py --load runs/cls --evaluate --points 1000
 
     Table 1, four rows of models           MODELS
     App. C.1, recipe: RK4 in one step,
     Adam 1e-3; authors' code: halved every
     20 of 120 epochs, batches of 64        the defaults; INTERVALS
-    App. C.1, augmentation                 data.load: with 1000 points or more
+    App. C.1, augmentation                 data.augment: with 1000 points or more, or --augment
 
 Departures from the paper
 - Weights are selected on held-out training sets. The test sets are read once, at the end, with one
