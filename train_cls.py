@@ -65,9 +65,12 @@ def parse(argv=None):
     add("--runs", type=number(int, 1), default=1, help=help)
     add("--load", metavar="RUN", help="a run directory, for --evaluate; its options are defaults")
     add("--evaluate", action="store_true", help="only test the best weights of --load")
+    add("--last", action="store_true", help="with --evaluate, test the last weights instead")
     args = parser.parse_args(argv)
     if bool(args.load) != args.evaluate:
         parser.error("--load RUN and --evaluate go together")
+    if args.last and not args.load:
+        parser.error("--last goes with --load RUN and --evaluate")
     if args.finetune:
         if args.load or args.runs > 1:
             parser.error("--finetune RUN trains one run: leave out --load and --runs")
@@ -183,7 +186,7 @@ def train_several(args):
 def evaluate_only(args):
     world, splits = training.connect(args), load_sets(args)
     model = MODELS[args.model](splits.test.dim, len(splits.test.classes))
-    training.load_best(model, args.load)
+    (training.load_last if args.last else training.load_best)(model, args.load)
     model.to(world.device).eval()
     test = test_metrics(model, splits.test, args.batch_size, world)
     results = training.write_evaluation(test, args, world)

@@ -66,8 +66,8 @@ KEPT = (  # numbers of a Run that its checkpoint holds
     "step", "evaluated", "best", "losses", "plan", "evaluating", "logged",
 )  # fmt: skip
 PLACE_OPTIONS = (  # may differ between runs that compute the same
-    "out", "root", "resume", "cuda", "load", "evaluate", "runs", "sample", "reconstruct",
-    "at",
+    "out", "root", "resume", "cuda", "load", "evaluate", "last", "runs", "sample",
+    "reconstruct", "at",
 )  # fmt: skip
 
 
@@ -406,6 +406,13 @@ def load_best(model, run):
     """The best weights of a run directory."""
     path = Path(run) / "best.pt"
     load_weights(model, read_checkpoint(path), path)
+
+
+def load_last(model, run):
+    """The weights at the end of a run, averaged if it averages them."""
+    path = Path(run) / "last.pt"
+    state = read_checkpoint(path)
+    load_weights(model, {"model": state.get("average") or state.get("model")}, path)
 
 
 def configuration(args):

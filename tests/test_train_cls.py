@@ -131,6 +131,19 @@ def test_a_finished_run_can_be_evaluated_again_also_with_other_points(whole, cap
         assert words in err
 
 
+def test_the_last_weights_of_a_run_can_be_evaluated_too(tmp_path):
+    out = tmp_path / "run"
+    options = ["--model", "deepsets", "--points", "6", "--batch-size", "450", "--epochs", "1"]
+    best = train_cls.main([*options, "--ema", "0.9", "--out", str(out)])["test"]
+    options = ["--load", str(out), "--evaluate"]
+    assert train_cls.main([*options, "--last"])["test"] == best  # the end is the best here
+    state = training.read_checkpoint(out / "last.pt")
+    state["average"] = {name: 0 * value for name, value in state["average"].items()}
+    torch.save(state, out / "last.pt")
+    assert train_cls.main([*options, "--last"])["test"]["accuracy"] < 0.5 * best["accuracy"]
+    assert train_cls.main(options)["test"] == best
+
+
 def test_finetuning_starts_from_a_run_with_its_data_and_model(whole, tmp_path, capsys):
     out, results = whole
     options = ["--finetune", str(out), "--out", str(tmp_path / "fine"), "--epochs", "1"]
@@ -183,6 +196,7 @@ WRONG = [
     ["--valid", "1"],
     ["--schedule", "linear"],
     ["--evaluate"],
+    ["--last"],
     ["--load", "/nowhere"],
     ["--load", "/nowhere", "--evaluate"],
     ["--out", "/proc/run"],
@@ -214,4 +228,4 @@ def test_a_second_run_into_the_same_directory_is_refused(whole, capsys):
 
 
 def test_help_names_every_option_with_its_default(capsys):
-    check_help(train_cls, capsys, 23)
+    check_help(train_cls, capsys, 24)
