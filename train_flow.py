@@ -46,7 +46,7 @@ import pictures
 import training
 from exnode import GRADIENTS, TRACES, SetFlow
 from sets import count
-from solvers import Stats
+from solvers import METHODS, Stats
 
 FIELDS = ("attention", "deepsets", "transformer")
 INTERVALS = 10  # of the run, each with half the learning rate of the one before
@@ -185,7 +185,7 @@ def check_memory(args, world, points, sets=1, whole=0, *, training_too=False, pa
     """
     kept = 30 * sum(args.hidden) if training_too else 12 * max(args.hidden)  # numbers per point
     if training_too and args.objective == "likelihood" and args.gradient == "backprop":
-        evaluations = 20 if args.method == "dopri5" else 6 * args.steps
+        evaluations = 20 if args.method == "dopri5" else len(METHODS[args.method].b) * args.steps
         kept = max(kept, 2.5 * sum(args.hidden) * args.blocks * evaluations)
     need = 4 * (whole + sets * points * kept + 8 * pairs * points**2)
     training.check_memory(need, world, f"{sets} sets of {points} points at once")
@@ -369,10 +369,7 @@ def sample(args):
     sets = min(args.sample, max(1, PIECE // args.points))
     check_memory(args, world, args.points, sets, 4 * args.sample * args.points * model.dim)
     name = Path(args.out) / f"samples-{args.sample}x{args.points}-seed{args.seed}"
-    try:
-        name.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise training.UsageError(f"--out {args.out}: {e.strerror}") from None
+    training.make_folder(args.out)
     begun = time.monotonic()
     sets = draw_sets(model, args.sample, args.points, args.seed).cpu()
     seconds = (time.monotonic() - begun) / args.sample

@@ -131,9 +131,8 @@ def parse(argv=None):
     if args.finetune:
         if args.load:
             parser.error("--finetune trains: leave out --load")
-        before, hidden = training.read_config(args.finetune), args.hidden
-        args = training.parse_as_in(args.finetune, parser, argv, MODEL_OPTIONS)
-        if args.decoder != before["decoder"]:
+        hidden, args = args.hidden, training.parse_as_in(args.finetune, parser, argv, MODEL_OPTIONS)
+        if args.decoder != parser.get_default("decoder"):  # that of the run
             args.hidden = hidden
     if args.load:
         args = training.parse_finished(args.load, parser, argv, TRAINING)
@@ -537,10 +536,7 @@ def restore(args):
     sets = 6 * (args.sample or 1) * len(args.times) * args.points  # the output, while it is made
     check_memory(args, world, 1, 8 * max(args.hidden), sets)
     training.load_best(model, args.load)
-    try:
-        Path(args.out).mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise training.UsageError(f"--out {args.out}: {e.strerror}") from None
+    training.make_folder(args.out)
     return world, model.to(world.device).eval()
 
 

@@ -353,6 +353,14 @@ def write(path, save):
     os.replace(part, path)
 
 
+def make_folder(out):
+    """--out, before anything is computed for it."""
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UsageError(f"--out {out}: {e.strerror}") from None
+
+
 def write_json(path, value):
     write(path, lambda f: f.write((json.dumps(value, indent=1) + "\n").encode()))
 
