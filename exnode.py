@@ -168,7 +168,7 @@ class SetClassifier(nn.Module):
         return self.head(v)
 
 
-def make_field(name, dim, hidden, heads=4, time=False, context=0):
+def make_field(name, dim, hidden, heads=4, time=False, context=0, fine=False):
     if name == "attention":
         return AttentionField(dim, hidden, heads, time, context)
     if name == "deepsets":
@@ -179,7 +179,7 @@ def make_field(name, dim, hidden, heads=4, time=False, context=0):
         hidden = widths(hidden)
         if len(set(hidden)) > 1:
             raise ValueError(f"hidden must be one width per layer, all equal, not {hidden}")
-        return TransformerField(dim, hidden[0], len(hidden), heads, context)
+        return TransformerField(dim, hidden[0], len(hidden), heads, context, fine)
     raise ValueError(
         f"field must be attention, deepsets, concatsquash or transformer, not {name!r}"
     )
@@ -208,12 +208,13 @@ class SetFlow(nn.Module):
     log p(x) = log N(z; 0, I) + Σ_blocks ∫ Tr(∂f/∂z) dt  with  z = encode(x).
 
     `time` feeds t to attention and deepsets fields; concatsquash and transformer always read it.
+    `fine` lets a transformer look at the scale of the noise: for sets with flat parts.
     """
 
     def __init__(
         self, dim, blocks=12, hidden=(128, 128, 128), heads=4, field="attention", time=False,
         context=0, t1=0.5, gradient="adjoint", trace="hutchinson", probes=1, noise="rademacher",
-        **solver,
+        fine=False, **solver,
     ):  # fmt: skip
         super().__init__()
         if blocks < 1 or probes < 1:
@@ -223,7 +224,8 @@ class SetFlow(nn.Module):
         self.noise = one_of("noise", noise, ("rademacher", "gaussian"))
         self.register_buffer("mean", torch.zeros(dim))
         self.register_buffer("std", torch.ones(dim))
-        fields = (make_field(field, dim, hidden, heads, time, context) for _ in range(blocks))
+        kind = (field, dim, hidden, heads, time, context, fine)
+        fields = (make_field(*kind) for _ in range(blocks))
         self.blocks = nn.ModuleList(ExNODE(f, t1, gradient=gradient, **solver) for f in fields)
 
     def standardise(self, x, mask=None):

@@ -629,13 +629,68 @@ class TransformerLayer(nn.Module):
         return h + self.narrow(y * gate), dh + dy @ self.narrow.weight.T
 
 
+class FineView(nn.Module):
+    """How the others lie to each point at the scale of the noise: along every axis, and around it.
+
+    A head is an axis, or all of them, and a width w in proportion to the noise. With u = x / w,
+    A = softmax(−½ |uᵢ − uⱼ|²), it sees Σⱼ Aᵢⱼ (uⱼ − uᵢ) and Σⱼ Aᵢⱼ (uⱼ − uᵢ)². Seats, wings and
+    legs have many points at nearly one height, which layers that see x itself are slow to resolve.
+    """
+
+    WIDTHS, LEAST = (4.0, 12.0), 0.0015  # w = 4 (t + least): twice the noise where t ends at ½
+
+    def __init__(self, dim, width):
+        super().__init__()
+        axes = torch.cat([torch.eye(dim), torch.ones(1, dim)])
+        self.register_buffer("axes", torch.cat([axes / w for w in self.WIDTHS]), persistent=False)
+        self.heads = len(self.axes)
+        self.out = nn.Linear(2 * dim * self.heads, width)
+        nn.init.zeros_(self.out.weight), nn.init.zeros_(self.out.bias)  # a field learns to look
+
+    def scales(self, t):
+        """1/w of every head along every axis, `(..., 1, heads, d)`; t is `(..., 1, 1)`."""
+        return self.axes.to(t.dtype) / (t.clamp(min=0) + self.LEAST)[..., None]
+
+    def queries_and_keys(self, u):
+        """q·k / √(2d) = uᵢ·uⱼ − ½ |uⱼ|²."""
+        q = torch.cat([u, torch.full_like(u, -0.5)], -1) * math.sqrt(2 * u.shape[-1])
+        return q.flatten(-2), torch.cat([u, u * u], -1).flatten(-2)
+
+    def means(self, r):
+        """Of u and u², `(..., heads, d)` each."""
+        return r.unflatten(-1, (self.heads, -1)).chunk(2, -1)
+
+    def forward(self, x, t, mask=None):
+        u = x[..., None, :] * self.scales(t)
+        q, k = self.queries_and_keys(u)
+        q, k = split_heads(q, self.heads), split_heads(k, self.heads)
+        mean, square = self.means(merge_heads(attend(q, k, k, mask)))
+        return self.out(torch.cat([mean - u, square - 2 * u * mean + u * u], -1).flatten(-2))
+
+    def with_tangents(self, x, dx, t, mask=None):
+        """The value and J dx for tangents dx `(..., n, p, d)`."""
+        scales = self.scales(t)
+        u, du = x[..., None, :] * scales, dx[..., None, :] * scales[..., None, :, :]
+        q, k = self.queries_and_keys(u)
+        uu = u[..., None, :, :]
+        dq = torch.cat([du, torch.zeros_like(du)], -1).flatten(-2) * math.sqrt(2 * u.shape[-1])
+        dk = torch.cat([du, 2 * uu * du], -1).flatten(-2)
+        r, dr = by_head(AttentionJvp, self.heads, mask, (q, dq), q, k, k, dq, dk, dk)
+        (mean, square), (dmean, dsquare) = self.means(r - q), self.means(dr - dq)
+        seen = torch.cat([mean - u, square - 2 * u * mean + u * u], -1)
+        dsquare = dsquare - 2 * (du * (mean - u)[..., None, :, :] + uu * dmean)
+        dseen = torch.cat([dmean - du, dsquare], -1).flatten(-2)
+        return self.out(seen.flatten(-2)), dseen @ self.out.weight.T
+
+
 class TransformerField(Field):
     """Residual attention layers that read t and the context: ours, for training by matching.
 
-    Its trace has no shortcut: Hutchinson's estimate, or n·d tangents for the exact one.
+    Its trace has no shortcut: Hutchinson's estimate, or n·d tangents for the exact one. `fine` adds
+    a FineView to what the layers begin with.
     """
 
-    def __init__(self, dim, width=128, layers=4, heads=4, context=0):
+    def __init__(self, dim, width=128, layers=4, heads=4, context=0, fine=False):
         super().__init__(dim, time=True, context=context)
         check_heads(heads, width)
         if layers < 1:
@@ -643,7 +698,7 @@ class TransformerField(Field):
         frequencies = 2.0 ** torch.arange(4) * math.pi
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.condition = nn.Sequential(nn.Linear(9 + context, width), nn.SiLU())
-        self.first = nn.Linear(dim, width)
+        self.first, self.fine = nn.Linear(dim, width), FineView(dim, width) if fine else None
         layers = (TransformerLayer(dim, width, heads, width) for _ in range(layers))
         self.layers = nn.ModuleList(layers)
         self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, dim)
@@ -657,7 +712,10 @@ class TransformerField(Field):
     def forward(self, t, x, mask=None, context=None):
         x, extra = self.enter(t, x, mask, context)
         place = with_square(x)
-        h, extra = self.first(x), self.conditions(extra)
+        h = self.first(x)
+        if self.fine:
+            h = h + self.fine(x, extra[..., :1], mask)
+        extra = self.conditions(extra)
         for layer in self.layers:
             h = layer(h, place, extra, mask)
         return keep(self.out(self.norm(h)), mask)
@@ -667,7 +725,11 @@ class TransformerField(Field):
         e = keep(e, mask).movedim(0, -2)
         place = with_square(x)
         dplace = torch.cat([e, 2 * (e * x[..., None, :]).sum(-1, keepdim=True)], -1)
-        h, dh, extra = self.first(x), e @ self.first.weight.T, self.conditions(extra)
+        h, dh = self.first(x), e @ self.first.weight.T
+        if self.fine:
+            seen, dseen = self.fine.with_tangents(x, e, extra[..., :1], mask)
+            h, dh = h + seen, dh + dseen
+        extra = self.conditions(extra)
         for layer in self.layers:
             h, dh = layer.with_tangents(h, dh, place, dplace, extra, mask)
         h, dh = norm_with_tangents(self.norm, h, dh)

@@ -61,10 +61,11 @@ ONLY_WITH = {  # options that would otherwise do nothing
     "finest": ("objective", "matching"),
     "heads": ("field", "attention", "transformer"),
     "time": ("field", "attention", "deepsets"),
+    "fine": ("field", "transformer"),
     "probes": ("trace", None, "hutchinson"),
 }
 TRAINING = ("objective", "finetune", "gradient", "coupling", "finest", "clip")
-MODEL_OPTIONS = ("blocks", "hidden", "heads", "field", "time")
+MODEL_OPTIONS = ("blocks", "hidden", "heads", "field", "time", "fine")
 
 
 def parse(argv=None):
@@ -85,6 +86,8 @@ def parse(argv=None):
     add("--hidden", type=training.widths, default=[128] * 3, help="widths of a field's layers")
     add("--heads", type=number(int, 1), default=4, help="of attention")
     add("--time", action="store_true", help="fields read t, as transformers always do")
+    help = "a transformer also looks at the scale of the noise: for sets with flat parts"
+    add("--fine", action="store_true", help=help)
     help = "None: hutchinson in training; at the end exact, or hutchinson for the transformer"
     add("--trace", choices=TRACES, help=help)
     add("--probes", type=number(int, 1), default=1, help="of Hutchinson's estimator")
@@ -148,6 +151,7 @@ def make_model(args, dim):
     if args.method != "dopri5":
         solver["options"] = {"step_size": 0.5 / args.steps}
     flow = {"gradient": args.gradient, "trace": args.trace or "hutchinson", "probes": args.probes}
+    flow["fine"] = args.fine
     sizes = (args.blocks, args.hidden, args.heads, args.field, args.time)
     try:
         return SetFlow(dim, *sizes, t1=0.5, **flow, **solver)

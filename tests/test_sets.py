@@ -37,6 +37,7 @@ FIELDS = {
     "attention": lambda d, time, c: AttentionField(d, (8, 7, 6), 2, time, c),
     "concatsquash": lambda d, time, c: ConcatSquashField(d, (8, 6), c),
     "transformer": lambda d, time, c: TransformerField(d, 8, 2, 2, c),
+    "fine": lambda d, time, c: TransformerField(d, 8, 1, 2, c, fine=True),
 }
 all_fields = pytest.mark.parametrize("name", FIELDS)
 
