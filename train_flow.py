@@ -284,7 +284,10 @@ def train(args):
 def start(args, model, train):
     """Weights of --finetune, or data in units of their own for matching."""
     if args.finetune:
-        training.load_best(model, args.finetune)
+        path = Path(args.finetune) / "best.pt"
+        state = training.read_checkpoint(path)
+        new = {k: v for k, v in model.state_dict().items() if ".fine." in k}  # if --fine is new
+        training.load_weights(model, {"model": new | state.get("model", {})}, path)
     elif args.objective == "matching":
         x, mask, _ = train.draw(np.arange(min(len(train), 2000)))
         try:

@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import shutil
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,6 +21,7 @@ from sets import (
     ConcatSquashField,
     DeepSets,
     DeepSetsField,
+    FineView,
     PointNorm,
     SetTransformer,
     TransformerField,
@@ -29,6 +31,14 @@ from sets import (
 )
 
 F32, F64 = torch.float32, torch.float64
+
+
+def looking(field):
+    """A field whose fine view, which starts at zero, counts."""
+    nn.init.normal_(field.fine.out.weight, std=0.2)
+    return field
+
+
 SEEDS = st.integers(0, 2**16)
 GARBAGE = st.sampled_from([1.0, -1e3, 1e30, -1e300])  # whatever may lie in a padded point
 FIELDS = {
@@ -37,7 +47,7 @@ FIELDS = {
     "attention": lambda d, time, c: AttentionField(d, (8, 7, 6), 2, time, c),
     "concatsquash": lambda d, time, c: ConcatSquashField(d, (8, 6), c),
     "transformer": lambda d, time, c: TransformerField(d, 8, 2, 2, c),
-    "fine": lambda d, time, c: TransformerField(d, 8, 1, 2, c, fine=True),
+    "fine": lambda d, time, c: looking(TransformerField(d, 8, 1, 2, c, fine=True)),
 }
 all_fields = pytest.mark.parametrize("name", FIELDS)
 
@@ -493,6 +503,22 @@ def test_a_transformer_s_layers_start_by_looking_near(dim, heads, seed):
     wanted = torch.softmax(-((a * torch.cdist(x, x)[:, None]) ** 2) / 2, -1)
     assert torch.allclose(weights, wanted, atol=1e-5)
     assert not v.any()
+
+
+@given(st.integers(1, 3), st.integers(1, 5), st.floats(-0.1, 0.5), SEEDS)
+def test_a_fine_view_sees_the_others_along_each_axis_and_around_a_point(dim, n, t, seed):
+    torch.manual_seed(seed)
+    view = FineView(dim, 4).double()
+    view.out = nn.Identity()
+    x, mask = torch.randn(2, n, dim, dtype=F64), draw_mask((2, n))
+    seen = view(x, torch.full((2, 1, 1), t, dtype=F64), mask).unflatten(-1, (-1, 2, dim))
+    gaps = x[:, None] - x[:, :, None]  # (2, n, n, dim): from i to j
+    for head, (w, axes) in enumerate(product((4, 12), [*torch.eye(dim), torch.ones(dim)])):
+        u = gaps * axes / (w * (max(t, 0) + 0.0015))
+        weights = (-u.square().sum(-1) / 2).masked_fill(~mask[:, None], -math.inf).softmax(-1)
+        for k, power in enumerate((u, u * u)):
+            wanted = torch.einsum("bij,bijd->bid", weights, power)
+            close(seen[:, :, head, k][mask], wanted[mask], 1e-7)
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,16 @@ def test_a_transformer_trains_by_muon_with_clipping_and_several_probes(tmp_path)
     assert table[2]["loss"] < 0.97 * table[1]["loss"]
     assert results["test"]["trace"] == "hutchinson"
     json.loads((tmp_path / "run" / "results.json").read_text(), parse_constant=pytest.fail)
+    fine = ["--finetune", str(tmp_path / "run"), "--fine", *options[:2], *options[10:]]
+    fine += ["--epochs", "1"]
+    config = train_flow.main([*fine, "--out", str(tmp_path / "fine")])["config"]
+    table = lines(tmp_path / "fine")
+    assert config["fine"]
+    assert table[0]["valid_ppll"] == pytest.approx(results["best"], abs=2e-3)
+    state = training.read_checkpoint(tmp_path / "fine" / "best.pt")["model"]
+    assert state["blocks.0.field.fine.out.weight"].any()
+    sets = train_flow.main(["--load", str(tmp_path / "fine"), "--sample", "2"])["samples"]
+    assert sets.isfinite().all()
 
 
 def test_sampling_in_pieces_gives_the_same_sets(runs, monkeypatch):
@@ -249,6 +259,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
         ("--hidden", "12,"): "--hidden",
         ("--field", "transformer", "--hidden", "16,32"): "--hidden",
         ("--field", "transformer", "--hidden", "8,8", "--out", tmp_path / "t"): "--hidden",
+        ("--fine",): "only with --field transformer",
         ("--field", "transformer", "--time"): "only with --field attention or deepsets",
         ("--field", "deepsets", "--heads", "2"): "only with --field attention or transformer",
         ("--trace", "exact", "--probes", "2"): "only with --trace hutchinson",
@@ -265,4 +276,4 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
 
 
 def test_help_names_every_option_with_its_default(capsys):
-    check_help(train_flow, capsys, 35)
+    check_help(train_flow, capsys, 36)
