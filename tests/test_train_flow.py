@@ -177,7 +177,7 @@ def test_a_transformer_trains_by_muon_with_clipping_and_several_probes(tmp_path)
     table = lines(tmp_path / "fine")
     assert config["fine"]
     assert table[0]["valid_ppll"] == pytest.approx(results["best"], abs=2e-3)
-    state = training.read_checkpoint(tmp_path / "fine" / "best.pt")["model"]
+    state = training.read_checkpoint(tmp_path / "fine" / "last.pt")["model"]
     assert state["blocks.0.field.fine.out.weight"].any()
     sets = train_flow.main(["--load", str(tmp_path / "fine"), "--sample", "2"])["samples"]
     assert sets.isfinite().all()
