@@ -18,7 +18,8 @@ Departures from the paper:
     key, and the key's and value's only on their own (`AttentionField.value_and_trace`).
   - `time=True` feeds t to the first layers; the authors' fields ignore it. `context` likewise.
   - ConcatSquash has a bias in its gate and none in its shift, as in the text (the table differs).
-  - TransformerField is ours: residual attention layers that read t, for training by matching.
+  - TransformerField is ours: residual attention layers that read t, for training by matching. So is
+    FineView, its eye for flat parts.
 """
 
 import math
@@ -641,15 +642,18 @@ class FineView(nn.Module):
 
     def __init__(self, dim, width):
         super().__init__()
-        axes = torch.cat([torch.eye(dim), torch.ones(1, dim)])
-        self.register_buffer("axes", torch.cat([axes / w for w in self.WIDTHS]), persistent=False)
+        axes = torch.cat([torch.eye(dim), torch.ones(1, dim)])  # of each head
+        self.register_buffer("axes", axes.repeat(len(self.WIDTHS), 1), persistent=False)
+        widths = torch.tensor(self.WIDTHS).repeat_interleave(dim + 1)[:, None]
+        self.register_buffer("widths", widths, persistent=False)
         self.heads = len(self.axes)
         self.out = nn.Linear(2 * dim * self.heads, width)
         nn.init.zeros_(self.out.weight), nn.init.zeros_(self.out.bias)  # a field learns to look
 
     def scales(self, t):
         """1/w of every head along every axis, `(..., 1, heads, d)`; t is `(..., 1, 1)`."""
-        return self.axes.to(t.dtype) / (t.clamp(min=0) + self.LEAST)[..., None]
+        axes, widths = self.axes.to(t.dtype), self.widths.to(t.dtype)
+        return axes / (widths * (t.clamp(min=0) + self.LEAST)[..., None])
 
     def queries_and_keys(self, u):
         """q·k / √(2d) = uᵢ·uⱼ − ½ |uⱼ|²."""
@@ -660,12 +664,15 @@ class FineView(nn.Module):
         """Of u and u², `(..., heads, d)` each."""
         return r.unflatten(-1, (self.heads, -1)).chunk(2, -1)
 
+    def seen(self, u, mean, square):
+        """Means of uⱼ − uᵢ and its square, mapped to the width of the layers."""
+        return self.out(torch.cat([mean - u, square - 2 * u * mean + u * u], -1).flatten(-2))
+
     def forward(self, x, t, mask=None):
         u = x[..., None, :] * self.scales(t)
         q, k = self.queries_and_keys(u)
         q, k = split_heads(q, self.heads), split_heads(k, self.heads)
-        mean, square = self.means(merge_heads(attend(q, k, k, mask)))
-        return self.out(torch.cat([mean - u, square - 2 * u * mean + u * u], -1).flatten(-2))
+        return self.seen(u, *self.means(merge_heads(attend(q, k, k, mask))))
 
     def with_tangents(self, x, dx, t, mask=None):
         """The value and J dx for tangents dx `(..., n, p, d)`."""
@@ -677,10 +684,9 @@ class FineView(nn.Module):
         dk = torch.cat([du, 2 * uu * du], -1).flatten(-2)
         r, dr = by_head(AttentionJvp, self.heads, mask, (q, dq), q, k, k, dq, dk, dk)
         (mean, square), (dmean, dsquare) = self.means(r - q), self.means(dr - dq)
-        seen = torch.cat([mean - u, square - 2 * u * mean + u * u], -1)
         dsquare = dsquare - 2 * (du * (mean - u)[..., None, :, :] + uu * dmean)
         dseen = torch.cat([dmean - du, dsquare], -1).flatten(-2)
-        return self.out(seen.flatten(-2)), dseen @ self.out.weight.T
+        return self.seen(u, mean, square), dseen @ self.out.weight.T
 
 
 class TransformerField(Field):

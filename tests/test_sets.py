@@ -518,7 +518,7 @@ def test_a_fine_view_sees_the_others_along_each_axis_and_around_a_point(dim, n, 
         weights = (-u.square().sum(-1) / 2).masked_fill(~mask[:, None], -math.inf).softmax(-1)
         for k, power in enumerate((u, u * u)):
             wanted = torch.einsum("bij,bijd->bid", weights, power)
-            close(seen[:, :, head, k][mask], wanted[mask], 1e-7)
+            close(seen[:, :, head, k][mask], wanted[mask], 1e-8)
 
 
 @pytest.mark.parametrize(
