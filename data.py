@@ -25,7 +25,8 @@ Departures from the paper
   they are those of a shape of radius 1, whatever it was read from (meshes.py).
 - The classifier's sets are prepared like the flow's, noise included, as in the authors' code.
 - Model selection needs data of its own: a tenth of the training sets is held out for it. Training
-  shapes identical to a test shape are left out, and twins within the training data stay together.
+  shapes identical to a test shape are left out, and twins within the training data stay together;
+  twins are told by their stored points, so the cached files should have as many of each shape.
 - The built-in sets (shapes.py) are ours, so that everything runs without a download.
 """
 
@@ -74,6 +75,7 @@ MNIST = {  # md5 of the contents: every mirror compresses anew
     "t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
     "t10k-labels-idx1-ubyte": "27ae3e4e09519cfbb04c329615203637",
 }
+AGAIN = "delete it and fetch it again"
 
 
 def read_bytes(path):
@@ -81,17 +83,17 @@ def read_bytes(path):
     data = Path(path).read_bytes()
     if data[:2] != b"\x1f\x8b":
         return data
-    unzip, parts, again = zlib.decompressobj(31), [], "delete it and fetch it again"
+    unzip, parts = zlib.decompressobj(31), []
     for at in range(0, len(data), 1 << 16):
         try:
             parts.append(unzip.decompress(data[at : at + (1 << 16)]))
         except zlib.error as e:
-            raise DataError(f"{path}, offset {at} or later: damaged gzip ({e}); {again}") from None
+            raise DataError(f"{path}, offset {at} or later: damaged gzip ({e}); {AGAIN}") from None
         if sum(map(len, parts)) > meshes.LARGEST:
-            raise DataError(f"{path}, offset {at}: too large to be of MNIST; {again}")
+            raise DataError(f"{path}, offset {at}: too large to be of MNIST; {AGAIN}")
     if not unzip.eof or unzip.unused_data:
         end = len(data) - len(unzip.unused_data)
-        raise DataError(f"{path}, offset {end}: the gzip file ends early, or more follows; {again}")
+        raise DataError(f"{path}, offset {end}: the gzip file ends early, or more follows; {AGAIN}")
     return b"".join(parts)
 
 
@@ -100,9 +102,13 @@ def read_idx(path, ndim):
     data = read_bytes(path)
     magic, *shape = (int.from_bytes(data[4 * i : 4 * i + 4], "big") for i in range(1 + ndim))
     if magic != 0x800 + ndim:
-        raise DataError(f"{path}, offset 0: magic number {magic:#x}, not {0x800 + ndim:#x}")
+        raise DataError(
+            f"{path}, offset 0: magic number {magic:#x}, not {0x800 + ndim:#x}; {AGAIN}"
+        )
     if len(data) != (want := 4 + 4 * ndim + math.prod(shape)):
-        raise DataError(f"{path}, offset {len(data)}: file ends, but promises {want} bytes")
+        raise DataError(
+            f"{path}, offset {len(data)}: file ends, but promises {want} bytes; {AGAIN}"
+        )
     return np.frombuffer(data, np.uint8, offset=4 + 4 * ndim).reshape(shape)
 
 
@@ -114,7 +120,7 @@ def find_mnist(root, name):
             if (folder / file).is_file():
                 return folder / file
     raise DataError(
-        f"no MNIST: {name}[.gz] is not in {folders[0]}; "
+        f"no MNIST: {name}[.gz] is not in {', '.join(map(str, folders))}; "
         f"run `python data.py mnist --root {root}` or name its folder with --root"
     )
 
@@ -486,6 +492,8 @@ def _kind(name, task, category):
     kind = {"modelnet": "modelnet40"}.get(name, name)
     wanted = category.split(",") if isinstance(category, str) else category
     wanted = None if category in (None, "all") else [w.strip() for w in wanted if w.strip()]
+    if wanted == []:
+        raise DataError(f"category {category!r} names none: leave it out for all of them")
     if name == "synthetic":
         kind = "shapes" if task == "classify" else "digits"
         if wanted in (["digits"], ["shapes"]):

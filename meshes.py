@@ -7,6 +7,7 @@ Shapes: vertices `(V, 3)`, triangles `(F, 3)`, corners `(..., F, 3, 3)`; one clo
 Departures from the paper
 - Its own HDF5 file is hard to find, so any copy serves: `COPIES`, in the order of preference.
 - Copies differ in their units: each shape is centred and scaled to radius 1.
+- Two of them have y upwards: their axes are turned, so that it is z as in the others.
 """
 
 import contextlib
@@ -37,7 +38,7 @@ MODELNET10 = (
     "toilet",
 )
 STORED = 2048  # points kept of each shape in the cache
-LARGEST = 1 << 30  # bytes of a compressed file: MNIST and ModelNet's meshes stay far below
+LARGEST = 1 << 30  # bytes of a file that was compressed: MNIST and ModelNet's meshes stay far below
 
 
 class DataError(ValueError):
@@ -129,6 +130,11 @@ def read_off(data, name):
         line = data.rstrip().count(10) + 1
         raise DataError(f"{name}, line {line}: ends after {len(ends) // 3} of {vertices} vertices")
     cut = int(ends[3 * vertices - 1])
+    if rest := data[cut : data.index(b"\n", cut)].strip():  # numbers are missing or too many
+        line = data.count(10, 0, cut) + 1
+        raise DataError(
+            f"{name}, line {line}: {rest[:20]!r} after the last of 3 × {vertices} numbers"
+        )
     try:
         v = read_numbers(data[start : cut + 1], ends[: 3 * vertices] - start)
     except ValueError:
@@ -221,11 +227,14 @@ def _mesh_points(data, name, count):
     return surface_points(v.take(f, 0)[None], u, name)[0]
 
 
-def _some_points(points, name, count):
+Y_UP = (2, 0, 1)  # where the axes of a cloud with y upwards go
+
+
+def _some_points(points, name, count, axes=(0, 1, 2)):
     """`count` of the points (k, ≥3) of a cloud, all if there are fewer."""
     if points.ndim != 2 or points.shape[1] < 3:
         raise DataError(f"{name}: {points.shape} numbers are no rows of x, y, z")
-    points = np.ascontiguousarray(points[:, :3], np.float32)
+    points = np.ascontiguousarray(points[:, list(axes)], np.float32)
     if not (fine := np.isfinite(points).all(1)).all():
         raise DataError(f"{name}, point {fine.argmin()}: not a finite number")
     if len(points) == 0 or not np.ptp(points, 0).any():
@@ -317,7 +326,7 @@ def _resampled(path, category, split):
             raise DataError(f"{file}: {e.strerror}; it is in the list of shapes") from None
         except ValueError:
             raise DataError(f"{file}, {_bad_line(text, columns=6)}") from None
-        return _some_points(table, file, count)
+        return _some_points(table, file, count, Y_UP)
 
     return [n for n in names if n.rpartition("_")[0] == category], read
 
@@ -329,9 +338,11 @@ def _hdf5(path, category, split):
     except ImportError:
         raise DataError(f"{path} is HDF5: run `pip install h5py` to read it") from None
     files, points, labels = sorted(path.glob(f"ply_data_{split}*.h5")), "data", "label"
+    axes = Y_UP
     if path.is_file():
         tag = {"train": "tr", "test": "test"}[split]
         files, points, labels = [path], f"{tag}_cloud", f"{tag}_labels"
+        axes = (0, 1, 2)
     clouds = []
     for file in files:
         try:
@@ -340,7 +351,7 @@ def _hdf5(path, category, split):
                 clouds += [(f"{file}, shape {i}", f[points][i]) for i in mine]
         except Exception as e:
             raise DataError(f"{file}: no {points!r} and {labels!r} in it ({e})") from None
-    return clouds, lambda cloud, count: _some_points(cloud[1], cloud[0], count)
+    return clouds, lambda cloud, count: _some_points(cloud[1], cloud[0], count, axes)
 
 
 COPIES = {  # by their names for ModelNet40; of ModelNet10 there are the first two
@@ -357,7 +368,12 @@ def modelnet_points(root, name, category, split, points):
     """Shapes (N, m ≥ points, 3) of radius 1: from the cache, else from a copy, which fills it."""
     cache = Path(root) / name / f"{category}_{split}.npz"
     copies = {file.replace("40", name[-2:]): reader for file, reader in COPIES.items()}
+    copies = copies if name == "modelnet40" else dict(list(copies.items())[:2])
     stored, origin = read_cache(cache) if cache.is_file() else None, cache
+    tree = Path(root) / next(iter(copies))
+    there = len(_off_tree(tree, category, split)[0])
+    if stored is not None and there > len(stored):  # it was read before all were unpacked
+        say(f"{cache}: {len(stored)} shapes, but {there} in {tree}; delete it to renew it")
     if stored is None or stored.shape[1] < points:
         for file, reader in copies.items():
             path = Path(root) / file
@@ -385,8 +401,11 @@ def _read_all(shapes, read, count, label):
     for shape in shapes:
         clouds.append(read(shape, count))
         bar.show(len(clouds))
-    fewest = min(map(len, clouds))
-    x = np.stack([c[:fewest] for c in clouds])
+    sizes = [len(cloud) for cloud in clouds]
+    if (fewest := min(sizes)) < max(sizes):
+        which = f"shape {sizes.index(fewest) + 1} of {len(shapes)}"
+        raise DataError(f"{label}: {which} has {fewest} points, others have {max(sizes)}")
+    x = np.stack(clouds)
     x = x - x.mean(-2, keepdims=True)
     return (x / np.sqrt((x**2).sum(-1)).max(-1)[:, None, None]).astype(np.float32)
 

@@ -14,6 +14,7 @@ import time
 import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -352,7 +353,9 @@ SQUARE = b"OFF\n4 2 0\n0 0 0\n1 0 0\n1 1 0\n0 1 0\n3 0 1 2\n3 0 2 3\n"
         (SQUARE.replace(b"1 1 0", b"2 0 0").replace(b"0 1 0", b"3 0 0"), ["no area"]),
         (b"OFF\n999999999 999999999 0\n0 0 0\n", ["line 3", "1 of 999999999 vertices"]),
         (b"OFF\n" + b"9" * 5000 + b" 1 0\n", ["line 1", "not an OFF"]),
-        (SQUARE.replace(b"4 2 0", b"5 2 0", 1), ["line 7", "corners"]),
+        (SQUARE.replace(b"4 2 0", b"5 2 0", 1), ["line 7", "after the last of 3 × 5 numbers"]),
+        (SQUARE.replace(b"1 1 0", b"1 10"), ["line 7", "after the last of 3 × 4 numbers"]),
+        (SQUARE.replace(b"1 1 0", b"1"), ["line 7", "after the last of 3 × 4 numbers"]),
         (SQUARE.replace(b"4 2 0", b"3 2 0", 1), ["line 8", "more than the 2 faces"]),
         (SQUARE.replace(b"3 0 2 3", b"-3 0 2 3 1 1"), ["line 8", "not a face"]),
         (SQUARE.replace(b"1 1 0", b"1e300 1e300 0"), ["area"]),
@@ -461,6 +464,21 @@ def test_modelnet10_has_its_own_folder_and_names(tmp_path):
     with pytest.raises(DataError) as error:
         data.load("modelnet10", tmp_path, category="airplane")
     one_line(error, "airplane", "modelnet10")
+    with pytest.raises(DataError) as error:
+        data.load("modelnet10", tmp_path, category="sofa")
+    one_line(error, "sofa", "in ModelNet10, ModelNet10.zip; run")
+
+
+def test_a_cache_that_was_filled_too_early_says_so(tmp_path, capsys):
+    make_modelnet(tmp_path, ["chair"])
+    late = tmp_path / "ModelNet40" / "chair" / "train" / "chair_0001.off"
+    text = late.read_bytes()
+    late.unlink()
+    assert sum(map(len, data.load("modelnet", tmp_path, category="chair"))) == 8
+    assert "chair_train.npz" not in capsys.readouterr().err
+    late.write_bytes(text)
+    data.load("modelnet", tmp_path, category="chair")
+    assert "chair_train.npz: 5 shapes, but 6 in" in capsys.readouterr().err
 
 
 def write_resampled(root, rows=2100):
@@ -486,9 +504,10 @@ def test_resampled_text_files_are_read_and_wrong_ones_named(tmp_path):
     table = np.loadtxt(
         folder / "night_stand" / "night_stand_0007.txt", delimiter=",", dtype=np.float32
     )
-    some = {tuple(row) for row in meshes._some_points(table, "a table", 2048)}
+    read = meshes._resampled(folder, "night_stand", "test")[1]
+    some = {tuple(row) for row in read("night_stand_0007", 2048)}
     assert len(some) == 2048
-    assert some < {tuple(row) for row in table[:, :3]}
+    assert some < {tuple(row) for row in table[:, [2, 0, 1]]}  # there y points upwards, here z
     (tmp_path / "modelnet40" / "night_stand_test.npz").unlink()
     path = folder / "night_stand" / "night_stand_0008.txt"
     row = "1,2,3,4,5,6\n"
@@ -498,15 +517,30 @@ def test_resampled_text_files_are_read_and_wrong_ones_named(tmp_path):
         (row + "nan,1,2,3,4,5\n", "point 1"),
         ("", "no numbers"),
         (row, "points"),
+        ("1,2,3,4,5,6\n6,5,4,3,2,1\n" * 300, "600 points, others have 2048"),
     ]:
         path.write_text(text)
         with pytest.raises(DataError) as error:
             data.load("modelnet", tmp_path, category="night_stand")
-        one_line(error, path, says)
+        one_line(error, "night_stand", says)
+        assert str(path) in str(error.value) or "shape 2 of 2" in str(error.value)
 
 
-def test_hdf5_copies_are_read(tmp_path):
-    h5py = pytest.importorskip("h5py")
+class Hdf5:
+    """The part of h5py, which is not among our packages, that we use: on .npz files."""
+
+    def __init__(self, path):
+        self.file = np.load(path)
+
+    def __enter__(self):
+        return self.file
+
+    def __exit__(self, *_):
+        self.file.close()
+
+
+def test_hdf5_copies_are_read(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "h5py", SimpleNamespace(File=Hdf5))
     rng = np.random.default_rng(0)
     clouds, labels = rng.normal(size=(30, 2100, 3)).astype(np.float32), np.arange(30) % 3 + 7
     folder = tmp_path / "a" / "modelnet40_ply_hdf5_2048"
@@ -517,11 +551,12 @@ def test_hdf5_copies_are_read(tmp_path):
         ("train1", slice(12, 24)),
         ("test0", slice(24, 30)),
     ):
-        with h5py.File(folder / f"ply_data_{file}.h5", "w") as f:
-            f["data"], f["label"] = clouds[rows], labels[rows, None].astype(np.uint8)
-    with h5py.File(tmp_path / "b" / "ModelNet40_cloud.h5", "w") as f:
-        f["tr_cloud"], f["tr_labels"] = clouds[:24], labels[:24]
-        f["test_cloud"], f["test_labels"] = clouds[24:], labels[24:]
+        with open(folder / f"ply_data_{file}.h5", "wb") as f:
+            np.savez(f, data=clouds[rows], label=labels[rows, None].astype(np.uint8))
+    upright = clouds[..., [2, 0, 1]]  # the first copy has y upwards
+    with open(tmp_path / "b" / "ModelNet40_cloud.h5", "wb") as f:
+        train = {"tr_cloud": upright[:24], "tr_labels": labels[:24]}
+        np.savez(f, **train, test_cloud=upright[24:], test_labels=labels[24:])
     a, b = (data.load("modelnet", tmp_path / k, category="chair,cone") for k in "ab")
     assert [len(s) for s in a] == [14, 2, 4]
     assert same(a, b)
@@ -554,6 +589,13 @@ def test_an_unknown_category_suggests_the_nearest(tmp_path, name, wrong, right):
     with pytest.raises(DataError) as error:
         data.load(name, tmp_path, category=wrong)
     one_line(error, "did you mean", right)
+
+
+@pytest.mark.parametrize("none", ["", " , ", []])
+def test_a_category_that_names_none_is_not_all_of_them(none):
+    with pytest.raises(DataError) as error:
+        data.load("synthetic", category=none)
+    one_line(error, "names none")
 
 
 @pytest.mark.parametrize(
