@@ -43,7 +43,7 @@ MODELS = {
     "settransformer": SetTransformer,
 }
 MODEL_OPTIONS = ("data", "category", "points", "model", "valid", "seed")
-TRAINING = ("augment", "valid", "smoothing", "runs", "finetune")  # without use for --evaluate
+TRAINING = ("augment", "valid", "mix", "smoothing", "runs", "finetune")  # without use for --evaluate
 INTERVALS = 6  # of the run, each with half the learning rate of the one before
 
 
@@ -57,6 +57,8 @@ def parse(argv=None):
     add("--augment", action=argparse.BooleanOptionalAction, help=help)
     help = "share of the training sets that is held out to select weights"
     add("--valid", type=number(float, 0, below=1), default=0.1, help=help)
+    help = "share of the training sets that take some of another's points, and of its label"
+    add("--mix", type=number(float, 0, below=1), default=0.0, help=help)
     help = "share of the label that is spread over all classes"
     add("--smoothing", type=number(float, 0, below=1), default=0.0, help=help)
     help = "start from the best weights of a RUN, whose data and model options are the defaults"
@@ -84,6 +86,25 @@ def load_sets(args):
     which = {"category": args.category, "points": args.points, "seed": args.seed}
     how = {"task": "classify", "valid": args.valid, "augment": args.augment}
     return data.load(args.data, args.root, **which, **how)
+
+
+def mix(x, share):
+    """Sets x `(B, n, d)`, a share of them with points of the next set, and each set's own part.
+
+    That part is uniform on [0, 1] (PointCutMix, Zhang et al., 2021). The order of points is random.
+    """
+    mixed, part = torch.rand(2, len(x), device=x.device)
+    own = torch.where(mixed < share, part, 1).mul(x.shape[-2]).round()
+    mine = torch.arange(x.shape[-2], device=x.device) < own[:, None]
+    return torch.where(mine[..., None], x, x.roll(-1, 0)), own / x.shape[-2]
+
+
+def mixed_loss(model, batch, share, smoothing):
+    """Cross entropy with the labels of both sets that a mixed one has points of."""
+    x, own = mix(batch.x, share)
+    logits, how = model(x), {"reduction": "none", "label_smoothing": smoothing}
+    mine, other = (F.cross_entropy(logits, y, **how) for y in (batch.label, batch.label.roll(-1)))
+    return torch.lerp(other, mine, own).mean()
 
 
 @torch.no_grad()
@@ -133,6 +154,8 @@ def train(args):
         return data.batches(splits.train, args.batch_size, **draw, **world.share)
 
     def loss(model, batch):
+        if args.mix:
+            return mixed_loss(model, batch, args.mix, args.smoothing)
         logits = model(batch.x, batch.mask)
         return F.cross_entropy(logits, batch.label, label_smoothing=args.smoothing)
 
