@@ -24,6 +24,7 @@ Departures from the paper:
   - `matching_loss` trains the same flow by regression, without a solver (flow matching).
   - The ELBO has one KL term for the whole series; the authors' code counts it once per time.
   - The posterior starts narrow: with unit noise z₀ says nothing for the first thousand steps.
+  - `moments` lets the encoder learn from what it can tell of a set directly, beside matching.
   - z₀ lives at time `t0` = 0 whatever the observed times are, so that grids may differ.
   - Sets may be ragged, by masks, everywhere.
 """
@@ -46,6 +47,7 @@ from sets import (
     count,
     keep,
     pool_max,
+    pool_mean,
     tanh,
     widths,
 )
@@ -390,7 +392,7 @@ class TemporalSetVAE(nn.Module):
 
     def __init__(
         self, dim=2, latent=128, decoder="concatsquash", hidden=(512, 512, 512), heads=4, t0=0.0,
-        method="dopri5", rtol=1e-3, atol=1e-4, gradient="adjoint", **flow,
+        method="dopri5", rtol=1e-3, atol=1e-4, gradient="adjoint", frequencies=0, **flow,
     ):  # fmt: skip
         super().__init__()
         one_of("decoder", decoder, DECODERS)
@@ -407,6 +409,11 @@ class TemporalSetVAE(nn.Module):
         self.decoder = SetFlow(
             dim, 1, hidden, heads, decoder, decoder == "attention", latent, 1.0, **solver, **flow
         )
+        if frequencies:  # of moments, from what a whole set is to its strokes
+            draw = torch.randn(frequencies, dim, generator=torch.Generator().manual_seed(0))
+            scale = torch.logspace(math.log10(0.6), math.log10(8), frequencies)
+            self.register_buffer("frequencies", draw * scale[:, None])
+            self.moments = nn.Linear(latent, 2 * frequencies)
 
     def readout(self):
         """RNN_to_z₀ of Table 3."""
@@ -455,16 +462,18 @@ class TemporalSetVAE(nn.Module):
         return log_prob.sum(-1), posterior.kl()
 
     def matching_loss(
-        self, x, t, mask=None, coupling="swaps", generator=None, pieces=0, times=0,
+        self, x, t, mask=None, coupling="swaps", generator=None, pieces=0, times=0, moments=0.0,
     ):  # fmt: skip
         """The decoder's matching loss given z_t, and the KL per series.
 
         With `times`, the loss is that at so many of t, chosen at random; z₀ is told of all. With
         `pieces`, half of the loss is that of pieces of so many points, each by itself. There,
         only z_t can tell what the rest of the set would: points that see each other do without it.
+        `moments` is the weight of an error in what z_t tells of its set, beside that of the flow.
         """
         posterior = self.encode(x, t, mask)
         z = self.latents(posterior.sample(generator), t)
+        told = moments * self.moment_error(x, z, mask) if moments else 0
         if times:
             some = torch.randperm(len(t), device=x.device, generator=generator)[:times]
             x, z, mask = x[:, some], z[:, some], None if mask is None else mask[:, some]
@@ -475,7 +484,16 @@ class TemporalSetVAE(nn.Module):
             part = x[..., : x.shape[-2] // pieces * pieces, :].unflatten(-2, (-1, pieces))
             z = z[..., None, :].expand(*part.shape[:-2], -1)
             loss = (loss + self.decoder.matching_loss(part, None, z, coupling, generator)) / 2
-        return loss, posterior.kl()
+        return loss + told, posterior.kl()
+
+    def moment_error(self, x, z, mask=None):
+        """Mean square of W z_t − φ(x_t), φ(x) = meanᵢ (cos, sin)(ω·xᵢ) at fixed frequencies ω.
+
+        Matching alone tells the encoder little through its noise; φ has none but that of the set.
+        """
+        angle = self.decoder.enter(x, mask) @ self.frequencies.T
+        phi = pool_mean(torch.cat([angle.cos(), angle.sin()], -1), mask)[..., 0, :]
+        return (self.moments(z) - phi).square().mean()
 
     def decode(self, z0, t, points, generator=None):
         """Eq. 13: sets x̂ `(B, T, points, d)` at any times t, from base points y ~ N(0, I)."""

@@ -595,8 +595,9 @@ def near(dim, width, heads):
 
 
 class TransformerLayer(nn.Module):
-    """h + attention(norm(h), x), then h + network(norm(h)); a condition is added before the first.
+    """h + attention(norm(h), x), then h + network(norm(h)); a condition scales and shifts norms.
 
+    The condition starts without effect (Peebles and Xie, 2023); added to h, it is learned later.
     near adds to the scores of attention: without it, to see its neighbours is what a layer learns
     last.
     """
@@ -604,26 +605,31 @@ class TransformerLayer(nn.Module):
     def __init__(self, dim, width, heads, extra):
         super().__init__()
         self.heads = heads
-        self.condition, self.near = nn.Linear(extra, width), near(dim, width, heads)
+        self.condition, self.near = nn.Linear(extra, 4 * width), near(dim, width, heads)
+        nn.init.zeros_(self.condition.weight), nn.init.zeros_(self.condition.bias)
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
         self.qkv, self.merge = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.widen, self.narrow = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, h, place, extra, mask=None):
-        h = h + self.condition(extra)
-        qkv = self.qkv(self.norms[0](h)) + self.near(place)
-        q, k, v = (split_heads(part, self.heads) for part in qkv.chunk(3, -1))
+        scale, shift, scale2, shift2 = self.condition(extra).chunk(4, -1)
+        y = torch.addcmul(shift, self.norms[0](h), 1 + scale)
+        q, k, v = (self.qkv(y) + self.near(place)).chunk(3, -1)
+        q, k, v = (split_heads(part, self.heads) for part in (q, k, v))
         h = h + self.merge(merge_heads(attend(q, k, v, mask)))
-        return h + self.narrow(F.silu(self.widen(self.norms[1](h))))
+        y = torch.addcmul(shift2, self.norms[1](h), 1 + scale2)
+        return h + self.narrow(F.silu(self.widen(y)))
 
     def with_tangents(self, h, dh, place, dplace, extra, mask=None):
-        h = h + self.condition(extra)
+        scale, shift, scale2, shift2 = self.condition(extra).chunk(4, -1)
         y, dy = norm_with_tangents(self.norms[0], h, dh)
+        y, dy = torch.addcmul(shift, y, 1 + scale), dy * (1 + scale)[..., None, :]
         q, k, v = (self.qkv(y) + self.near(place)).chunk(3, -1)
         dq, dk, dv = (dy @ self.qkv.weight.T + dplace @ self.near.weight.T).chunk(3, -1)
         r, dr = by_head(AttentionJvp, self.heads, mask, (q, dq), q, k, v, dq, dk, dv)
         h, dh = h + self.merge(r - q), dh + (dr - dq) @ self.merge.weight.T
         y, dy = norm_with_tangents(self.norms[1], h, dh)
+        y, dy = torch.addcmul(shift2, y, 1 + scale2), dy * (1 + scale2)[..., None, :]
         y, dy = self.widen(y), dy @ self.widen.weight.T
         gate = torch.sigmoid(y)  # silu(y) = y σ(y)
         dy = dy * (gate + y * gate * (1 - gate))[..., None, :]

@@ -43,7 +43,9 @@ MODELS = {
     "settransformer": SetTransformer,
 }
 MODEL_OPTIONS = ("data", "category", "points", "model", "valid", "seed")
-TRAINING = ("augment", "valid", "mix", "smoothing", "runs", "finetune")  # without use for --evaluate
+TRAINING = (  # options without a meaning for --evaluate
+    "augment", "valid", "mix", "smoothing", "runs", "finetune",
+)  # fmt: skip
 INTERVALS = 6  # of the run, each with half the learning rate of the one before
 
 

@@ -60,10 +60,11 @@ INTERVALS = 2  # of the run, each with half the learning rate of the one before
 HIDDEN = {"concatsquash": [512] * 3, "attention": [128] * 3, "transformer": [128] * 4}
 DIM, PIECE = 2, 2**15  # of a point; points that are decoded at once
 UNITS = "nats per point, in pixels: log p / n on half a canvas − 2 ln 14; kl in nats per series"
+FREQUENCIES = 96  # of the moments
 EVALUATE_STEPS = 800  # training steps from one evaluation to the next
 MODEL_OPTIONS = ("data", "category", "points", "times", "decoder", "hidden", "latent", "seed")
 TRAINING = (  # options without a meaning for a finished run
-    "objective", "random_times", "kl", "coupling", "pieces", "match_times", "gradient",
+    "objective", "random_times", "kl", "coupling", "pieces", "match_times", "moments", "gradient",
     "valid_series", "finetune",
 )  # fmt: skip
 
@@ -112,6 +113,8 @@ def parse(argv=None):
     add("--pieces", type=number(int, 0), default=0, metavar="K", help=help)
     help = "match at so many of a batch's times, by chance, for larger batches; 0: at all of them"
     add("--match-times", type=number(int, 0), default=0, metavar="K", help=help)
+    help = "weight of an error in what z tells of each set's moments: its encoder learns sooner"
+    add("--moments", type=number(float, 0), default=0.0, help=help)
     help = "how to differentiate a solve; None: adjoint, but for matching, where z is all, backprop"
     add("--gradient", choices=GRADIENTS, help=help)
     help = "of the ELBO in training; in a test too with a transformer, else that is exact"
@@ -152,7 +155,7 @@ def check(parser, args):
         names = ("data", "category", "batch_size", "test_series", "classifier")
         training.refuse(parser, args, names, "is for the test series, which nothing reads here")
     if args.objective == "elbo":
-        names = ("kl", "coupling", "pieces", "match_times")
+        names = ("kl", "coupling", "pieces", "match_times", "moments")
         training.refuse(parser, args, names, "is for --objective matching")
     if args.trace != parser.get_default("trace") and not reads_trace(args):
         parser.error("--trace: without --objective elbo or a transformer, nothing would read it")
@@ -197,6 +200,7 @@ def random_times(args, epoch, step):
 
 def build(args):
     kind = {"gradient": args.gradient, "trace": args.trace}
+    kind["frequencies"] = FREQUENCIES if args.moments else 0
     try:
         return TemporalSetVAE(DIM, args.latent, args.decoder, args.hidden, **kind)
     except ValueError as e:  # widths that the heads of attention do not divide
@@ -367,6 +371,7 @@ def make_loss(args, split):
 
     def matching(model, batch):
         how = {"coupling": args.coupling, "pieces": args.pieces, "times": args.match_times}
+        how["moments"] = args.moments
         error, kl = model.matching_loss(batch.x, batch.t, **how)
         return error + args.kl * kl.mean() / batch.x[0].numel()
 

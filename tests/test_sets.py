@@ -34,8 +34,11 @@ F32, F64 = torch.float32, torch.float64
 
 
 def looking(field):
-    """A field whose fine view, which starts at zero, counts."""
-    nn.init.normal_(field.fine.out.weight, std=0.2)
+    """With what a transformer starts without: conditions of its layers, and a fine view."""
+    with torch.no_grad():
+        for name, p in field.named_parameters():
+            if ".condition." in name or name.startswith("fine."):
+                p.normal_(std=0.3)
     return field
 
 
@@ -46,7 +49,7 @@ FIELDS = {
     "mean": lambda d, time, c: DeepSetsField(d, 8, "mean", time, c),
     "attention": lambda d, time, c: AttentionField(d, (8, 7, 6), 2, time, c),
     "concatsquash": lambda d, time, c: ConcatSquashField(d, (8, 6), c),
-    "transformer": lambda d, time, c: TransformerField(d, 8, 2, 2, c),
+    "transformer": lambda d, time, c: looking(TransformerField(d, 8, 2, 2, c)),
     "fine": lambda d, time, c: looking(TransformerField(d, 8, 1, 2, c, fine=True)),
 }
 all_fields = pytest.mark.parametrize("name", FIELDS)
