@@ -398,13 +398,14 @@ def start(args, model, train):
     fresh = True
     if args.finetune:
         path, before = Path(args.finetune) / "best.pt", training.read_config(args.finetune)
-        state = training.read_checkpoint(path)
         fresh = any(before[name] != getattr(args, name) for name in ("decoder", "hidden"))
-        if fresh:  # the encoder and the latent ODE only
-            mine = {k: v for k, v in model.state_dict().items() if k.startswith("decoder.")}
-            kept = {k: v for k, v in state["model"].items() if not k.startswith("decoder.")}
-            state = {"model": kept | mine}
-        training.load_weights(model, state, path)
+        new = ("decoder.",) if fresh else ()  # what does not start from the run
+        if bool(before.get("moments")) != bool(args.moments):
+            new += ("moments.", "frequencies")
+        mine = {k: v for k, v in model.state_dict().items() if k.startswith(new)}
+        state = training.read_checkpoint(path)["model"]
+        kept = {k: v for k, v in state.items() if not k.startswith(new)}
+        training.load_weights(model, {"model": kept | mine}, path)
     if fresh and args.objective == "matching":
         x = train.draw(np.arange(min(len(train), 500)))[0]
         model.decoder.standardise(torch.from_numpy(x).to(model.decoder.mean.device))

@@ -489,6 +489,28 @@ def test_half_of_a_matching_loss_with_pieces_is_that_of_each_piece_by_itself(dec
             vae.matching_loss(x, t, **wrong)
 
 
+@given(seed=st.integers(0, 99), ragged=st.booleans(), weight=st.sampled_from([0.5, 20.0]))
+def test_moments_add_what_z_cannot_tell_of_each_set_in_the_units_of_the_flow(seed, ragged, weight):
+    torch.manual_seed(seed)
+    vae, (x, t) = make_vae(frequencies=7), series(n=4)
+    vae.decoder.mean.fill_(0.2), vae.decoder.std.fill_(0.7)
+    mask = torch.rand(x.shape[:-1]) < 0.6
+    mask[..., 0] = True
+    mask = mask if ragged else None
+    z = vae.latents(vae.encode(x, t, mask).sample(seeded()), t)
+    error = 0
+    for i, j in itertools.product(range(x.shape[0]), range(x.shape[1])):
+        points = x[i, j] if mask is None else x[i, j][mask[i, j]]
+        waves = torch.exp(1j * ((points - 0.2) / 0.7) @ vae.frequencies.T.to(torch.complex128))
+        told = vae.moments(z[i, j])
+        error += (told - torch.cat([waves.mean(0).real, waves.mean(0).imag])).square().mean()
+    error = error / (x.shape[0] * x.shape[1])
+    without, kl = vae.matching_loss(x, t, mask, generator=seeded())
+    with_moments = vae.matching_loss(x, t, mask, generator=seeded(), moments=weight)
+    close(with_moments[0], without + weight * error)
+    close(with_moments[1], kl)
+
+
 def test_data_without_spread_along_an_axis_have_no_units():
     flat = torch.rand(4, 5, 2) * torch.tensor([1.0, 0.0])
     for x in (flat, torch.rand(1, 1, 2), torch.full((2, 3, 2), math.nan)):

@@ -6,8 +6,11 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scripts import TWO_PROCESSES, call, check_help, lines, start, stop_early
 
+import data
 import train_cls
 import training
 
@@ -62,6 +65,43 @@ def test_training_sets_are_augmented_if_asked_or_many_and_as_many_held_out_as_as
         splits = train_cls.load_sets(train_cls.parse([*options.split(), "--valid", "0.01"]))
         assert [split.source.augment for split in splits] == [augmented, False, False]
         assert len(splits.valid) == round(0.01 * (len(splits.train) + len(splits.valid)))
+
+
+@given(seed=st.integers(0, 999), sets=st.integers(1, 6), n=st.integers(1, 9))
+def test_a_mixed_set_has_its_first_points_and_the_next_set_s_last(seed, sets, n):
+    torch.manual_seed(seed)
+    x = torch.arange(2.0 * sets * n).view(sets, n, 2)
+    mixed, own = train_cls.mix(x, 1.0)
+    for i, k in enumerate((own * n).round().int().tolist()):
+        assert mixed[i].equal(torch.cat([x[i, :k], x[(i + 1) % sets, k:]]))
+    mixed, own = train_cls.mix(x, 0.0)
+    assert mixed.equal(x)
+    assert own.eq(1).all()
+
+
+def test_so_many_sets_are_mixed_evenly_and_their_loss_has_both_labels():
+    x, label = torch.randn(4000, 10, 3), torch.randint(3, (4000,))
+    mixed, own = train_cls.mix(x, 0.4)
+    assert 0.35 < (own < 1).float().mean() < 0.45
+    assert abs(own[own < 1].mean() - 0.5) < 0.05
+    weight = torch.randn(3, 3)
+
+    def model(x):
+        return x.mean(-2) @ weight
+
+    torch.manual_seed(7)
+    mixed, own = train_cls.mix(x, 0.4)
+    log_p = model(mixed).log_softmax(-1)
+    want = own * log_p[range(4000), label] + (1 - own) * log_p[range(4000), label.roll(-1)]
+    torch.manual_seed(7)
+    loss = train_cls.mixed_loss(model, data.Batch(x, None, label, None), 0.4, 0.0)
+    assert loss.item() == pytest.approx(-want.mean().item(), rel=1e-5)
+
+
+def test_training_with_mixed_sets_learns(whole, tmp_path):
+    results = train_cls.main([*SMALL, "--mix", "0.5", "--out", str(tmp_path / "run")])
+    assert results["test"]["accuracy"] > 0.4  # chance is 1/6
+    assert results["test"]["confusion"] != whole[1]["test"]["confusion"]
 
 
 @pytest.mark.parametrize("model", train_cls.MODELS)
@@ -228,4 +268,4 @@ def test_a_second_run_into_the_same_directory_is_refused(whole, capsys):
 
 
 def test_help_names_every_option_with_its_default(capsys):
-    check_help(train_cls, capsys, 24)
+    check_help(train_cls, capsys, 25)

@@ -364,12 +364,19 @@ def test_finetuning_starts_from_a_run_and_changes_what_it_is_told(runs, tmp_path
     assert (config["latent"], config["kl"], config["times"]) == (2, 0.01, [0, 0.5, 1])
     assert lines(tmp_path / "fine")[0]["valid_elbo"] == pytest.approx(results["best"])
     other = ["--decoder", "transformer", "--hidden", "16", "--pieces", "2", "--coupling", "none"]
-    other += ["--match-times", "2"]
+    other += ["--match-times", "2", "--moments", "5"]  # these are new as well
     out = tmp_path / "other"
     train_temporal.main(["--finetune", str(before), *how[:-1], str(out), *other])
     best = training.read_checkpoint(before / "best.pt")["metrics"]
     assert lines(out)[0]["valid_kl"] == pytest.approx(best["valid_kl"])  # the same encoder
     assert lines(out)[0]["valid_log_likelihood"] != pytest.approx(best["valid_log_likelihood"])
+    best = training.read_checkpoint(out / "best.pt")["metrics"]["valid_elbo"]
+    for name, moments in (("kept", "5"), ("dropped", "0")):  # a head of moments, or none
+        how[-1] = str(tmp_path / name)
+        train_temporal.main(["--finetune", str(out), *how, "--moments", moments])
+        assert lines(tmp_path / name)[0]["valid_elbo"] == pytest.approx(best)
+    code, err = run_here(capsys, "--load", out, "--evaluate", "--test-series", "16")
+    assert code == 0, err
     for wrong in (["--load", before, "--evaluate"], ["--latent", "3"]):
         how[-1] = str(tmp_path / "wrong")
         code, err = run_here(capsys, "--finetune", before, *how, *wrong)
@@ -638,4 +645,4 @@ def test_a_decoder_that_attends_can_be_evaluated_and_trained_by_either_objective
 
 
 def test_help_names_every_option_with_its_default(capsys):
-    check_help(train_temporal, capsys, 36)
+    check_help(train_temporal, capsys, 37)
