@@ -26,7 +26,7 @@ Departures from the paper
 - The classifier's sets are prepared like the flow's, noise included, as in the authors' code.
 - Model selection needs data of its own: a tenth of the training sets is held out for it. Training
   shapes identical to a test shape are left out, and twins within the training data stay together;
-  twins are told by their stored points, so the cached files should have as many of each shape.
+  twins are told by their stored points, so cached files should hold as many points of every shape.
 - The built-in sets (shapes.py) are ours, so that everything runs without a download.
 """
 

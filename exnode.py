@@ -170,7 +170,7 @@ class SetClassifier(nn.Module):
         return self.head(v)
 
 
-def make_field(name, dim, hidden, heads=4, time=False, context=0, fine=False):
+def make_field(name, dim, hidden, heads=4, time=False, context=0, fine=None):
     if name == "attention":
         return AttentionField(dim, hidden, heads, time, context)
     if name == "deepsets":
@@ -210,7 +210,8 @@ class SetFlow(nn.Module):
     log p(x) = log N(z; 0, I) + Σ_blocks ∫ Tr(∂f/∂z) dt  with  z = encode(x).
 
     `time` feeds t to attention and deepsets fields; concatsquash and transformer always read it.
-    `fine` lets a transformer look at the scale of the noise: for sets with flat parts.
+    `fine` lets a transformer look at the scale of the noise, which t tells in a single block: for
+    sets with flat parts.
     """
 
     def __init__(
@@ -221,12 +222,14 @@ class SetFlow(nn.Module):
         super().__init__()
         if blocks < 1 or probes < 1:
             raise ValueError(f"blocks and probes must be at least 1, not {blocks} and {probes}")
+        if fine and (field != "transformer" or blocks > 1):
+            raise ValueError(f"fine is for one transformer block, not for {blocks} of {field}")
         self.dim, self.probes = dim, probes
         self.trace = one_of("trace", trace, TRACES)
         self.noise = one_of("noise", noise, ("rademacher", "gaussian"))
         self.register_buffer("mean", torch.zeros(dim))
         self.register_buffer("std", torch.ones(dim))
-        kind = (field, dim, hidden, heads, time, context, fine)
+        kind = (field, dim, hidden, heads, time, context, t1 if fine else None)
         fields = (make_field(*kind) for _ in range(blocks))
         self.blocks = nn.ModuleList(ExNODE(f, t1, gradient=gradient, **solver) for f in fields)
 
@@ -388,6 +391,7 @@ class TemporalSetVAE(nn.Module):
     """Sec. 3.4: a latent z that follows an ODE in time, and a set flow for x_t given z_t.
 
     A series is x `(B, T, n, d)` observed at times t `(T,)`, increasing; mask is `(B, T, n)`.
+    `frequencies` is how many the moments of `matching_loss` have.
     """
 
     def __init__(
@@ -469,8 +473,10 @@ class TemporalSetVAE(nn.Module):
         With `times`, the loss is that at so many of t, chosen at random; z₀ is told of all. With
         `pieces`, half of the loss is that of pieces of so many points, each by itself. There,
         only z_t can tell what the rest of the set would: points that see each other do without it.
-        `moments` is the weight of an error in what z_t tells of its set, beside that of the flow.
+        `moments` is the weight of an error in what z_t tells of its set, at all of t.
         """
+        if moments and not hasattr(self, "moments"):
+            raise ValueError(f"moments={moments}: only in a model with frequencies, such as 96")
         posterior = self.encode(x, t, mask)
         z = self.latents(posterior.sample(generator), t)
         told = moments * self.moment_error(x, z, mask) if moments else 0
@@ -489,7 +495,8 @@ class TemporalSetVAE(nn.Module):
     def moment_error(self, x, z, mask=None):
         """Mean square of W z_t − φ(x_t), φ(x) = meanᵢ (cos, sin)(ω·xᵢ) at fixed frequencies ω.
 
-        Matching alone tells the encoder little through its noise; φ has none but that of the set.
+        φ is the characteristic function of the set's points. Matching alone tells the encoder
+        little through its noise; φ has none but that of the set.
         """
         angle = self.decoder.enter(x, mask) @ self.frequencies.T
         phi = pool_mean(torch.cat([angle.cos(), angle.sin()], -1), mask)[..., 0, :]

@@ -227,7 +227,7 @@ def _mesh_points(data, name, count):
     return surface_points(v.take(f, 0)[None], u, name)[0]
 
 
-Y_UP = (2, 0, 1)  # where the axes of a cloud with y upwards go
+Y_UP = (2, 0, 1)  # axes of a cloud with y upwards that become x, y and z
 
 
 def _some_points(points, name, count, axes=(0, 1, 2)):

@@ -597,7 +597,7 @@ def near(dim, width, heads):
 class TransformerLayer(nn.Module):
     """h + attention(norm(h), x), then h + network(norm(h)); a condition scales and shifts norms.
 
-    The condition starts without effect (Peebles and Xie, 2023); added to h, it is learned later.
+    The condition starts without effect, as in Peebles and Xie (2023), but without their gates.
     near adds to the scores of attention: without it, to see its neighbours is what a layer learns
     last.
     """
@@ -639,15 +639,18 @@ class TransformerLayer(nn.Module):
 class FineView(nn.Module):
     """How the others lie to each point at the scale of the noise: along every axis, and around it.
 
-    A head is an axis, or all of them, and a width w in proportion to the noise. With u = x / w,
-    A = softmax(−½ |uᵢ − uⱼ|²), it sees Σⱼ Aᵢⱼ (uⱼ − uᵢ) and Σⱼ Aᵢⱼ (uⱼ − uᵢ)². Seats, wings and
-    legs have many points at nearly one height, which layers that see x itself are slow to resolve.
+    A head is an axis, or all of them, and a width w in proportion to the noise, which is t / end in
+    units of the data's deviation. With u = x / w, A = softmax(−½ |uᵢ − uⱼ|²), it sees
+    Σⱼ Aᵢⱼ (uⱼ − uᵢ) and Σⱼ Aᵢⱼ (uⱼ − uᵢ)². Seats, wings and legs have many points at nearly one
+    height, which layers that see x itself are slow to resolve. u² is large where w is small: LEAST
+    keeps what float32 rounds off to about a hundredth of what is seen.
     """
 
-    WIDTHS, LEAST = (4.0, 12.0), 0.0015  # w = 4 (t + least): twice the noise where t ends at ½
+    WIDTHS, LEAST = (2.0, 6.0), 0.006  # w = width · (noise + least)
 
-    def __init__(self, dim, width):
+    def __init__(self, dim, width, end):
         super().__init__()
+        self.end = end
         axes = torch.cat([torch.eye(dim), torch.ones(1, dim)])  # of each head
         self.register_buffer("axes", axes.repeat(len(self.WIDTHS), 1), persistent=False)
         widths = torch.tensor(self.WIDTHS).repeat_interleave(dim + 1)[:, None]
@@ -659,7 +662,7 @@ class FineView(nn.Module):
     def scales(self, t):
         """1/w of every head along every axis, `(..., 1, heads, d)`; t is `(..., 1, 1)`."""
         axes, widths = self.axes.to(t.dtype), self.widths.to(t.dtype)
-        return axes / (widths * (t.clamp(min=0) + self.LEAST)[..., None])
+        return axes / (widths * (t.clamp(min=0) / self.end + self.LEAST)[..., None])
 
     def queries_and_keys(self, u):
         """q·k / √(2d) = uᵢ·uⱼ − ½ |uⱼ|²."""
@@ -699,10 +702,10 @@ class TransformerField(Field):
     """Residual attention layers that read t and the context: ours, for training by matching.
 
     Its trace has no shortcut: Hutchinson's estimate, or n·d tangents for the exact one. `fine` adds
-    a FineView to what the layers begin with.
+    a FineView to what the layers begin with; it is the time at which there is only noise.
     """
 
-    def __init__(self, dim, width=128, layers=4, heads=4, context=0, fine=False):
+    def __init__(self, dim, width=128, layers=4, heads=4, context=0, fine=None):
         super().__init__(dim, time=True, context=context)
         check_heads(heads, width)
         if layers < 1:
@@ -710,7 +713,7 @@ class TransformerField(Field):
         frequencies = 2.0 ** torch.arange(4) * math.pi
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.condition = nn.Sequential(nn.Linear(9 + context, width), nn.SiLU())
-        self.first, self.fine = nn.Linear(dim, width), FineView(dim, width) if fine else None
+        self.first, self.fine = nn.Linear(dim, width), FineView(dim, width, fine) if fine else None
         layers = (TransformerLayer(dim, width, heads, width) for _ in range(layers))
         self.layers = nn.ModuleList(layers)
         self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, dim)

@@ -27,7 +27,8 @@ Departures from the paper
   dopri5 at a tolerance of 1e-3 at the tightest. The test sets are read once, at the end, by dopri5
   at --tolerance, whatever --method training has.
 - "Halved every 100 epochs" is "after each tenth of the run", so that any budget has all of it.
-- A transformer field, Muon and averaged weights are options, for what they gain see the README.
+- A transformer field, its fine view, Muon and averaged weights are options; what they gain is in
+  the README.
 """
 
 import copy
@@ -86,7 +87,7 @@ def parse(argv=None):
     add("--hidden", type=training.widths, default=[128] * 3, help="widths of a field's layers")
     add("--heads", type=number(int, 1), default=4, help="of attention")
     add("--time", action="store_true", help="fields read t, as transformers always do")
-    help = "a transformer also looks at the scale of the noise: for sets with flat parts"
+    help = "a transformer in one block also looks at the scale of the noise: for flat parts"
     add("--fine", action="store_true", help=help)
     help = "None: hutchinson in training; at the end exact, or hutchinson for the transformer"
     add("--trace", choices=TRACES, help=help)
@@ -134,6 +135,8 @@ def check(parser, args, argv):
         training.refuse(parser, args, ("probes",), "would not be read: the test's trace is exact")
     if args.field != "deepsets" and args.hidden[-1] % args.heads:
         parser.error(f"argument --heads: {args.heads} does not divide {args.hidden[-1]}")
+    if args.fine and args.blocks > 1:
+        parser.error("argument --fine: only with --blocks 1, where t tells the noise")
     if args.field == "transformer" and len(set(args.hidden)) > 1:
         parser.error("argument --hidden: a transformer wants one width, once for every layer")
     return args
@@ -284,10 +287,9 @@ def train(args):
 def start(args, model, train):
     """Weights of --finetune, or data in units of their own for matching."""
     if args.finetune:
-        path = Path(args.finetune) / "best.pt"
-        state = training.read_checkpoint(path)
-        new = {k: v for k, v in model.state_dict().items() if ".fine." in k}  # if --fine is new
-        training.load_weights(model, {"model": new | state.get("model", {})}, path)
+        before = training.read_config(args.finetune)
+        new = () if before.get("fine") else ("blocks.0.field.fine.",)  # starts without effect
+        training.load_best(model, args.finetune, new)
     elif args.objective == "matching":
         x, mask, _ = train.draw(np.arange(min(len(train), 2000)))
         try:

@@ -31,7 +31,8 @@ Departures from the paper
   And whether a classifier of still digits reads reconstructions, turned back, as it reads the sets
   that were given: `--classifier`, a run of `train_cls.py --data mnist`.
 - `--objective matching` regresses the decoder on straight paths, in units of the data's deviation,
-  instead of solving it: error per coordinate + --kl · KL / coordinates of a series. With noise and
+  instead of solving it: error per coordinate + --kl · KL / coordinates of a series + --moments ·
+  error of the characteristic function that z tells (exnode.moment_error). With noise and
   points paired at random (--coupling none) 2.4 · error is about −log p + const (ln(1 + 1/ε) in
   exnode.schedule), so that 0.42 is the ELBO's own weight. Noise assigned to near points leaves less
   to explain: after 375 steps on the built-in digits (one seed, 32 points) the KL was 19 nats and
@@ -113,7 +114,8 @@ def parse(argv=None):
     add("--pieces", type=number(int, 0), default=0, metavar="K", help=help)
     help = "match at so many of a batch's times, by chance, for larger batches; 0: at all of them"
     add("--match-times", type=number(int, 0), default=0, metavar="K", help=help)
-    help = "weight of an error in what z tells of each set's moments: its encoder learns sooner"
+    help = "weight of telling each set's mean cos and sin of ω·x from z, for matching: the encoder"
+    help += " learns much sooner; 20 is a start"
     add("--moments", type=number(float, 0), default=0.0, help=help)
     help = "how to differentiate a solve; None: adjoint, but for matching, where z is all, backprop"
     add("--gradient", choices=GRADIENTS, help=help)
@@ -363,7 +365,7 @@ def show(metrics):
 
 # --------------------------------------------------------------------------------------- training
 def make_loss(args, split):
-    """The objective: −ELBO as in UNITS, or the matching error per coordinate and its KL."""
+    """The objective: −ELBO as in UNITS, or the matching error, what z tells, and the KL."""
 
     def elbo(model, batch):
         points = batch.x[0, ..., 0].numel()
@@ -397,15 +399,12 @@ def start(args, model, train):
     """Weights of --finetune; a new decoder is told the units of the data, for matching."""
     fresh = True
     if args.finetune:
-        path, before = Path(args.finetune) / "best.pt", training.read_config(args.finetune)
+        before = training.read_config(args.finetune)
         fresh = any(before[name] != getattr(args, name) for name in ("decoder", "hidden"))
-        new = ("decoder.",) if fresh else ()  # what does not start from the run
+        new = ("decoder.",) if fresh else ()
         if bool(before.get("moments")) != bool(args.moments):
             new += ("moments.", "frequencies")
-        mine = {k: v for k, v in model.state_dict().items() if k.startswith(new)}
-        state = training.read_checkpoint(path)["model"]
-        kept = {k: v for k, v in state.items() if not k.startswith(new)}
-        training.load_weights(model, {"model": kept | mine}, path)
+        training.load_best(model, args.finetune, new)
     if fresh and args.objective == "matching":
         x = train.draw(np.arange(min(len(train), 500)))[0]
         model.decoder.standardise(torch.from_numpy(x).to(model.decoder.mean.device))

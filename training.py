@@ -407,13 +407,17 @@ def load_weights(model, state, path):
     try:
         model.load_state_dict(state["model"])
     except (RuntimeError, KeyError) as e:
-        raise UsageError(f"{path}: of another model ({str(e).splitlines()[0]})") from None
+        why = " ".join(line.strip() for line in str(e).splitlines()[:2])
+        raise UsageError(f"{path}: of another model ({why})") from None
 
 
-def load_best(model, run):
-    """The best weights of a run directory."""
+def load_best(model, run, new=()):
+    """The best weights of a run directory, but for names that begin as in `new`: they stay."""
     path = Path(run) / "best.pt"
-    load_weights(model, read_checkpoint(path), path)
+    state = read_checkpoint(path).get("model", {})
+    kept = {k: v for k, v in state.items() if not k.startswith(tuple(new))}
+    mine = {k: v for k, v in model.state_dict().items() if k.startswith(tuple(new))}
+    load_weights(model, {"model": kept | mine}, path)
 
 
 def load_last(model, run):
@@ -445,8 +449,8 @@ def prepare(args, world):
         if there and not args.resume:
             raise UsageError(f"--out {out} holds a run: add --resume, or name another directory")
         before = read_config(out)
-        names = sorted(before.keys() | config.keys())
-        differ = [k for k in names if before.get(k) != config.get(k)]
+        names = sorted(before.keys() | config.keys())  # a run from before an option has it off
+        differ = [k for k in names if (before.get(k) or None) != (config.get(k) or None)]
         if differ:
             differ = ", ".join(f"{k} {before.get(k)} → {config.get(k)}" for k in differ)
             raise UsageError(f"--resume: the run in {out} has other options: {differ}")
@@ -742,6 +746,7 @@ class Run:
 
     def restore(self, state):
         path = self.out / "last.pt"
+        load_weights(self.model, state, path)
         try:
             for name in KEPT:
                 setattr(self, name, state[name])
@@ -752,7 +757,6 @@ class Run:
             states = state["random"]
         except (KeyError, TypeError, ValueError) as e:
             raise UsageError(f"{path}: not a last.pt of this run ({e!r})") from None
-        load_weights(self.model, state, path)
         if len(states) == self.world.size:
             restore_random_states(states[self.world.rank])
         else:

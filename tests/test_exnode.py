@@ -21,6 +21,7 @@ from test_sets import (
     draw_order,
     fake_cuda,
     filled,
+    looking,
     one_by_one,
     same_after_copies,
     shuffled,
@@ -64,13 +65,13 @@ def make_flow(seed=0, dim=2, blocks=2, field="attention", scale=2.0, **how):
     with torch.no_grad():
         for p in flow.parameters():
             p.mul_(scale)
-    return flow
+    return looking(flow)
 
 
 def make_vae(seed=0, dim=2, latent=3, **how):
     torch.manual_seed(seed)
     how = {"hidden": (8, 8), "heads": 2, "trace": "exact", "gradient": "backprop", **RK4, **how}
-    return TemporalSetVAE(dim, latent, **how).double().eval()
+    return looking(TemporalSetVAE(dim, latent, **how).double().eval())
 
 
 def series(batch=2, n=4, dim=2, ts=(0.1, 0.5, 0.6)):
@@ -779,6 +780,9 @@ BAD = [
     (flow_call("sample", 1, 1, field="transformer", hidden=0), "hidden must .*0"),
     (lambda: SetClassifier(3, 4, "transformer"), "field must .*'transformer'"),
     (lambda: TemporalSetVAE(decoder="deepsets"), "decoder must .*'deepsets'"),
+    (lambda: SetFlow(2, 1, fine=True), "fine is for one transformer block, not for 1 of attention"),
+    (lambda: SetFlow(2, 2, field="transformer", fine=True), "not for 2 of transformer"),
+    (lambda: make_vae().matching_loss(*series(), moments=1.0), "only in a model with frequencies"),
     (lambda: ExNODE(nn.Identity(), gradient="exact"), "gradient must .*'exact'"),
     (flow_call("sample", 0, 3), "sets and points .*0 and 3"),
     (flow_call("sample", 3, 0), "sets and points .*3 and 0"),

@@ -260,6 +260,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
         ("--field", "transformer", "--hidden", "16,32"): "--hidden",
         ("--field", "transformer", "--hidden", "8,8", "--out", tmp_path / "t"): "--hidden",
         ("--fine",): "only with --field transformer",
+        ("--fine", "--field", "transformer"): "only with --blocks 1",
         ("--field", "transformer", "--time"): "only with --field attention or deepsets",
         ("--field", "deepsets", "--heads", "2"): "only with --field attention or transformer",
         ("--trace", "exact", "--probes", "2"): "only with --trace hutchinson",

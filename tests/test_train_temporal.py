@@ -375,6 +375,11 @@ def test_finetuning_starts_from_a_run_and_changes_what_it_is_told(runs, tmp_path
         how[-1] = str(tmp_path / name)
         train_temporal.main(["--finetune", str(out), *how, "--moments", moments])
         assert lines(tmp_path / name)[0]["valid_elbo"] == pytest.approx(best)
+    assert lines(tmp_path / "kept")[1]["loss"] > lines(tmp_path / "dropped")[1]["loss"] + 0.1
+    args = train_temporal.parse(["--finetune", str(out), *how, "--moments", "5"])
+    model, state = train_temporal.build(args), training.read_checkpoint(out / "best.pt")["model"]
+    train_temporal.start(args, model, None)
+    assert model.moments.weight.equal(state["moments.weight"])
     code, err = run_here(capsys, "--load", out, "--evaluate", "--test-series", "16")
     assert code == 0, err
     for wrong in (["--load", before, "--evaluate"], ["--latent", "3"]):

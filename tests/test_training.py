@@ -168,6 +168,23 @@ def test_two_processes_cannot_train_in_one_directory(tmp_path):
     fit(toy(tmp_path / "again"))
 
 
+def test_a_run_from_before_an_option_goes_on_where_that_is_off(tmp_path):
+    fit(toy(tmp_path))
+    toy(tmp_path, resume=True, new=0.0)
+    with pytest.raises(UsageError, match=r"other options: new None → 0\.5"):
+        toy(tmp_path, resume=True, new=0.5)
+
+
+def test_weights_of_other_shapes_are_told_by_name_before_anything_else_is_restored(tmp_path):
+    fit(toy(tmp_path))
+    state = contents(tmp_path / "last.pt")
+    for part in ("model", "average"):
+        state[part]["0.weight"] = torch.zeros(2, 3)
+    torch.save(state, tmp_path / "last.pt")
+    with pytest.raises(UsageError, match=r"of another model .*0\.weight"):
+        toy(tmp_path, resume=True)
+
+
 def test_a_second_run_or_one_with_other_options_leaves_the_directory_as_it_was(tmp_path):
     fit(toy(tmp_path))
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
