@@ -1,4 +1,4 @@
-"""The README's examples run as they stand there."""
+"""The README's examples run as they stand there, its numbers are those of runs, its models load."""
 
 import importlib
 import json
@@ -6,6 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+
+import train_cls
+import train_flow
+import train_temporal
+import training
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -66,3 +72,23 @@ def test_every_result_in_a_table_is_that_of_a_run():
             numbers = [f"{results['test'][name]:.3f}" for name in ("ppll", "standard_error")]
         for number in numbers:
             assert number.replace("-", "−") in row
+
+
+@pytest.mark.parametrize("run", sorted((ROOT / "pretrained").iterdir()), ids=lambda run: run.name)
+def test_a_pretrained_model_gives_labels_or_sets_from_a_fresh_clone(run, tmp_path):
+    assert f"pretrained/{run.name}" in README
+    config, where = training.read_config(run), ["--load", str(run), "--out", str(tmp_path)]
+    if "model" in config:
+        model = train_cls.MODELS[config["model"]](3, 40)
+        training.load_best(model, run)
+        made = model.eval()(torch.randn(2, config["points"], 3))
+        assert made.shape == (2, 40)
+    elif "latent" in config:
+        how = ["--sample", "2", "--times", "0,0.6", "--points", "9"]
+        made = torch.from_numpy(train_temporal.main([*where, *how])["sets"])
+        assert made.shape == (2, 2, 9, 2)
+    else:
+        made = train_flow.main([*where, "--sample", "2", "--points", "9"])["samples"]
+        assert made.shape[:2] == (2, 9)
+    assert made.isfinite().all()
+    assert made.std() > 0.01
