@@ -18,9 +18,10 @@ x is `(..., n, d)`, mask `(..., n)`, True where a point exists. A set without po
 here; in sets.py it is a field of zeros.
 
 Departures from the paper:
-  - `trace="exact"` replaces Hutchinson's estimate by the trace itself, at about the same cost.
+  - Eq. 9 has the limits of its integral exchanged; we follow Eq. 5: log p(x) = log p(z(t₁)) + ∫ Tr.
+  - `trace="exact"` replaces Hutchinson's estimate by the trace itself, at a similar cost.
   - The noise of Hutchinson's estimator is drawn per call and kept nowhere.
-  - `gradient="checkpoint"` differentiates the discrete solve exactly in the memory of one step.
+  - `gradient="checkpoint"` differentiates the discrete solve exactly, keeping a state per step.
   - `matching_loss` trains the same flow by regression, without a solver (flow matching).
   - The ELBO has one KL term for the whole series; the authors' code counts it once per time.
   - The posterior starts narrow: with unit noise z₀ says nothing for the first thousand steps.
@@ -327,7 +328,7 @@ class SetFlow(nn.Module):
 
 
 def schedule(u, finest):
-    """s(u) = ε ((1 + 1/ε)ᵘ − 1), from 0 to 1: even in log s above ε = finest, even in s below.
+    """Noise s(u) = ε ((1 + 1/ε)ᵘ − 1), from 0 to 1: even in log s above ε = finest, in s below.
 
     The likelihood weighs an error of the field by (1 − s)/s ds (Kingma et al., 2021), and that is
     (1 − s) du where s > ε. Noise finer than the data's own is not worth that attention.

@@ -17,7 +17,9 @@ Departures from the paper:
     push the d unit vectors through the per-point networks, let the query's tangent act on every
     key, and the key's and value's only on their own (`AttentionField.value_and_trace`).
   - `time=True` feeds t to the first layers; the authors' fields ignore it. `context` likewise.
-  - ConcatSquash has a bias in its gate and none in its shift, as in the text (the table differs).
+  - DeepSetsField has λ = 1 and γ = −1 on hidden features and no outer σ, as in the authors' code.
+  - ConcatSquash has a bias in its gate and none in its shift, as in the authors' code; the text can
+    be read so, Table 3 has it the other way round.
   - TransformerField is ours: residual attention layers that read t, for training by matching. So is
     FineView, its eye for flat parts.
 """

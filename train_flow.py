@@ -74,29 +74,30 @@ def parse(argv=None):
     add, number = parser.add_argument, training.number
     help = "of the sets: 50 on mnist and 512 on modelnet if None, as in the paper"
     add("--points", type=number(int, 1), help=help)
-    add("--category", help='of modelnet, such as "chair", or synthetic "digits"; None: all')
+    add("--category", help='such as "chair"; None: all, or synthetic digits')
     choices = ("likelihood", "matching")
     add(
         "--objective", choices=choices, default="likelihood", help="what training maximises or fits"
     )
-    help = "start from the best weights of a finished RUN, whose data, model and paths are then"
-    help += " the defaults"
+    help = "start from the best weights of a RUN, whose data and model, and for matching --coupling"
+    help += " and --finest, are then the defaults"
     add("--finetune", metavar="RUN", help=help)
     add("--field", choices=FIELDS, default="attention", help="of each block")
     add("--blocks", type=number(int, 1), default=12, help="in the chain")
     add("--hidden", type=training.widths, default=[128] * 3, help="widths of a field's layers")
     add("--heads", type=number(int, 1), default=4, help="of attention")
-    add("--time", action="store_true", help="fields read t, as transformers always do")
-    help = "a transformer in one block also looks at the scale of the noise: for flat parts"
+    add("--time", action="store_true", help="attention and deepsets fields read the ODE's t")
+    help = "a transformer in one block also sees near neighbours, at the scale of the noise: for"
+    help += " shapes with flat parts"
     add("--fine", action="store_true", help=help)
     help = "None: hutchinson in training; at the end exact, or hutchinson for the transformer"
     add("--trace", choices=TRACES, help=help)
     add("--probes", type=number(int, 1), default=1, help="of Hutchinson's estimator")
     add("--gradient", choices=GRADIENTS, default="adjoint", help="of the likelihood")
-    add("--method", choices=("dopri5", "rk4", "rk5"), default="dopri5", help="of solving")
+    add("--method", choices=("dopri5", "rk4", "rk5"), default="dopri5", help="solver in training")
     help = "of dopri5, which every evaluation uses"
     add("--tolerance", type=number(float, 1e-12), default=1e-5, help=help)
-    add("--steps", type=number(int, 1), default=1, help="of rk4 or rk5 in each block")
+    add("--steps", type=number(int, 1), default=1, help="of rk4 or rk5 per block")
     choices = ("swaps", "none")
     add("--coupling", choices=choices, default="swaps", help="of noise to points, for matching")
     help = "noise that matching resolves, as a share of the data's deviation"

@@ -32,7 +32,7 @@ Departures from the paper
   that were given: `--classifier`, a run of `train_cls.py --data mnist`.
 - `--objective matching` regresses the decoder on straight paths, in units of the data's deviation,
   instead of solving it: error per coordinate + --kl · KL / coordinates of a series + --moments ·
-  error of the characteristic function that z tells (exnode.moment_error). With noise and
+  error of the characteristic function that z tells (TemporalSetVAE.moment_error). With noise and
   points paired at random (--coupling none) 2.4 · error is about −log p + const (ln(1 + 1/ε) in
   exnode.schedule), so that 0.42 is the ELBO's own weight. Noise assigned to near points leaves less
   to explain: after 375 steps on the built-in digits (one seed, 32 points) the KL was 19 nats and
@@ -93,7 +93,8 @@ def times(text):
 def parse(argv=None):
     parser = training.options("Model sets over time.", "temporal", epochs=100, batch_size=128)
     add, number = parser.add_argument, training.number
-    add("--objective", choices=("elbo", "matching"), default="elbo", help="matching: no solver")
+    help = "matching trains the decoder without a solver"
+    add("--objective", choices=("elbo", "matching"), default="elbo", help=help)
     help = "start from the best weights of a RUN, whose data and model options are the defaults;"
     help += " with another --decoder or --hidden, from those of the encoder and the latent ODE"
     add("--finetune", metavar="RUN", help=help)
@@ -107,7 +108,8 @@ def parse(argv=None):
     add("--latent", type=number(int, 1), default=128, help="numbers in z")
     help = "widths of the decoder; None: 512,512,512, or three of 128, for a transformer four"
     add("--hidden", type=training.widths, metavar="W,W,…", help=help)
-    add("--kl", type=number(float, 0), default=0.05, help="weight of the KL in matching")
+    help = "weight of the KL in matching; with --coupling none, 0.42 is the ELBO's own"
+    add("--kl", type=number(float, 0), default=0.05, help=help)
     choices = ("swaps", "none")
     add("--coupling", choices=choices, default="swaps", help="of noise to points, for matching")
     help = "also match pieces of so many points by themselves, so that z matters; 0: whole sets"
@@ -117,7 +119,7 @@ def parse(argv=None):
     help = "weight of telling each set's mean cos and sin of ω·x from z, for matching: the encoder"
     help += " learns much sooner; 20 is a start"
     add("--moments", type=number(float, 0), default=0.0, help=help)
-    help = "how to differentiate a solve; None: adjoint, but for matching, where z is all, backprop"
+    help = "of a solve; None: adjoint for elbo, backprop for matching, where only z is solved"
     add("--gradient", choices=GRADIENTS, help=help)
     help = "of the ELBO in training; in a test too with a transformer, else that is exact"
     add("--trace", choices=TRACES, default="hutchinson", help=help)

@@ -126,9 +126,9 @@ def options(description, name, epochs, batch_size):
     add("--epochs", type=number(int, 1), default=epochs, help="passes over the training sets")
     help = "train this long instead of --epochs; the schedule fits; None: --epochs counts"
     add("--minutes", type=number(float, 0.01), help=help)
-    help = "sets per step, over all processes"
+    help = "sets or series per step, over all processes"
     add("--batch-size", type=number(int, 2), default=batch_size, help=help)
-    help = "muon takes fewer, dearer steps"
+    help = "muon needs fewer steps, each slower"
     add("--optimizer", choices=OPTIMIZERS, default="adam", help=help)
     add("--lr", type=number(float, 0), default=1e-3, help="largest learning rate")
     add("--schedule", choices=SCHEDULES, default="halve", help="of the learning rate")
