@@ -78,10 +78,11 @@ def test_a_pretrained_model_gives_labels_or_sets_from_a_fresh_clone(run, tmp_pat
     assert f"pretrained/{run.name}" in README
     config, where = training.read_config(run), ["--load", str(run), "--out", str(tmp_path)]
     if "model" in config:
-        model = train_cls.MODELS[config["model"]](3, 40)
+        dim, classes = (2, 10) if config["data"] == "mnist" else (3, 40)
+        model = train_cls.MODELS[config["model"]](dim, classes)
         training.load_best(model, run)
-        made = model.eval()(torch.randn(2, config["points"], 3))
-        assert made.shape == (2, 40)
+        made = model.eval()(torch.rand(2, config["points"], dim))
+        assert made.shape == (2, classes)
     elif "latent" in config:
         how = ["--sample", "2", "--times", "0,0.6", "--points", "9"]
         made = torch.from_numpy(train_temporal.main([*where, *how])["sets"])
