@@ -448,9 +448,10 @@ def prepare(args, world):
             raise UsageError(f"--out {out} is not empty, and no run: name another directory")
         if there and not args.resume:
             raise UsageError(f"--out {out} holds a run: add --resume, or name another directory")
-        before = read_config(out)
-        names = sorted(before.keys() | config.keys())  # a run from before an option has it off
-        differ = [k for k in names if (before.get(k) or None) != (config.get(k) or None)]
+        off = {k: v for k, v in config.items() if not v}  # as in a run from before that option
+        before = off | read_config(out)
+        names = sorted(before.keys() | config.keys())
+        differ = [k for k in names if before.get(k) != config.get(k)]
         if differ:
             differ = ", ".join(f"{k} {before.get(k)} → {config.get(k)}" for k in differ)
             raise UsageError(f"--resume: the run in {out} has other options: {differ}")

@@ -173,6 +173,8 @@ def test_a_run_from_before_an_option_goes_on_where_that_is_off(tmp_path):
     toy(tmp_path, resume=True, new=0.0)
     with pytest.raises(UsageError, match=r"other options: new None → 0\.5"):
         toy(tmp_path, resume=True, new=0.5)
+    with pytest.raises(UsageError, match="other options: minutes None → False"):
+        toy(tmp_path, resume=True, minutes=False)  # no is not the same as unsaid
 
 
 def test_weights_of_other_shapes_are_told_by_name_before_anything_else_is_restored(tmp_path):
