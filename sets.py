@@ -25,6 +25,7 @@ Departures from the paper:
 """
 
 import math
+from functools import partial
 
 import torch
 from torch import nn
@@ -187,9 +188,15 @@ class PointNetwork(nn.Module):
         return h if extra is None else h + self.extra(extra)
 
     def forward(self, x, extra=None):
-        h = self.first(x, extra)
-        for layer in self.layers[1:]:
-            h = layer(tanh(h))
+        if len(self.layers) == 1:
+            return self.first(x, extra)
+        return self.layers[-1](self.before_last(x, extra))
+
+    def before_last(self, x, extra=None):
+        """What the last of several layers reads."""
+        h = tanh(self.first(x, extra))
+        for layer in self.layers[1:-1]:
+            h = tanh(layer(h))
         return h
 
     def with_tangents(self, x, extra=None, e=None):
@@ -310,9 +317,26 @@ class DeepSetsField(Field):
 
     def forward(self, t, x, mask=None, context=None):
         x, extra = self.enter(t, x, mask, context)
-        h = self.network(x, extra)
-        pooled = pool_mean(h, mask) if self.pool == "mean" else pool_max(h, mask).values
-        return keep(self.out(h - pooled), mask)
+        if self.pool == "max" and len(self.network.layers) > 1:
+            y, last = self.network.before_last(x, extra), self.network.layers[-1]
+            f = BelowMax.apply(y, last.weight, last.bias, self.out.weight, mask) + self.out.bias
+        else:
+            h = self.network(x, extra)
+            f = self.out(h - self.pooled(h, mask)[0])
+        return keep(f, mask)
+
+    def pooled(self, h, mask):
+        """pool h, and for the maximum where it is attained."""
+        return (pool_mean(h, mask), None) if self.pool == "mean" else pool_max(h, mask)
+
+    def value_and_jvp(self, t, x, e, mask=None, context=None):
+        """f and W (δhᵢ − pool δh), that of the maximum where it is attained."""
+        x, extra = self.enter(t, x, mask, context)
+        h, dh = self.network.with_tangents(x, extra, keep(e, mask).movedim(0, -2))
+        dh = dh.movedim(-2, 0)
+        top, index = self.pooled(h, mask)
+        dtop = pool_mean(dh, mask) if index is None else dh.take_along_dim(index[None], -2)
+        return keep(self.out(h - top), mask), keep((dh - dtop) @ self.out.weight.T, mask)
 
     def value_and_trace(self, t, x, mask=None, context=None):
         """δfᵢ = W (δhᵢ − [i attains the maximum] δhᵢ), or W (1 − 1/n) δhᵢ for the mean."""
@@ -320,13 +344,48 @@ class DeepSetsField(Field):
         h, dh = self.network.with_tangents(x, extra)
         dh = keep((dh * self.out.weight).sum(-2), mask)  # (..., n, w): Σₐ Wₐ δₐh
         trace = dh.sum((-2, -1))
-        if self.pool == "mean":
-            pooled = pool_mean(h, mask)
+        top, index = self.pooled(h, mask)
+        if index is None:
             trace = trace * (1 - 1 / count(x, mask))
         else:
-            pooled, index = pool_max(h, mask)
             trace = trace - dh.gather(-2, index).sum((-2, -1))
-        return keep(self.out(h - pooled), mask), trace
+        return keep(self.out(h - top), mask), trace
+
+
+class BelowMax(torch.autograd.Function):
+    """W (hᵢ − maxⱼ hⱼ),  h = V y + b, with a gradient that costs half: with G = Σᵢ gᵢ yᵢᵀ,
+
+    ∂y = (W V)ᵀ g,  ∂V = Wᵀ G,  ∂W = G Vᵀ + Σ_sets (Σᵢ gᵢ) (b − max h)ᵀ,  ∂b = 0,  and what the
+    maximum gives back, −Wᵀ Σᵢ gᵢ, goes to one point per set and feature: rows of y and V, in bags.
+    """
+
+    @staticmethod
+    def forward(ctx, y, inner, bias, outer, mask=None):
+        h = F.linear(y, inner, bias)
+        top, index = pool_max(h, mask)
+        ctx.save_for_backward(y, inner, bias, outer, top, index)
+        return (h - top) @ outer.T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        y, inner, bias, outer, top, index = ctx.saved_tensors
+        shape, n, features = y.shape, y.shape[-2], len(inner)
+        y, g, top, index = (a.flatten(0, -2) for a in (y, g, top, index))
+        total = g.unflatten(0, (-1, n)).sum(-2)  # (sets, d)
+        product, back = g.T @ y, -total @ outer
+        gy, ginner = g @ (outer @ inner), outer.T @ product
+        gouter = product @ inner.T + total.T @ (bias - top)
+
+        sets = torch.arange(len(index), device=index.device)[:, None]
+        bag = partial(F.embedding_bag, mode="sum")
+        ginner += bag((index + n * sets).T.contiguous(), y, per_sample_weights=back.T.contiguous())
+        index, order = index.sort()  # features by the point that attains them, set by set
+        points = torch.arange(n, device=index.device).repeat(len(index), 1)
+        first = torch.searchsorted(index, points) + features * sets
+        weights = back.gather(-1, order).flatten()
+        gy += bag(order.flatten(), inner, first.flatten(), per_sample_weights=weights)
+        return gy.view(shape), ginner, torch.zeros_like(bias), gouter, None
 
 
 class AttentionField(Field):
