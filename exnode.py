@@ -171,7 +171,7 @@ class SetClassifier(nn.Module):
         return self.head(v)
 
 
-def make_field(name, dim, hidden, heads=4, time=False, context=0, fine=None):
+def make_field(name, dim, hidden, heads=4, time=False, context=0, **views):
     if name == "attention":
         return AttentionField(dim, hidden, heads, time, context)
     if name == "deepsets":
@@ -182,7 +182,7 @@ def make_field(name, dim, hidden, heads=4, time=False, context=0, fine=None):
         hidden = widths(hidden)
         if len(set(hidden)) > 1:
             raise ValueError(f"hidden must be one width per layer, all equal, not {hidden}")
-        return TransformerField(dim, hidden[0], len(hidden), heads, context, fine)
+        return TransformerField(dim, hidden[0], len(hidden), heads, context, **views)
     raise ValueError(
         f"field must be attention, deepsets, concatsquash or transformer, not {name!r}"
     )
@@ -211,27 +211,30 @@ class SetFlow(nn.Module):
     log p(x) = log N(z; 0, I) + Σ_blocks ∫ Tr(∂f/∂z) dt  with  z = encode(x).
 
     `time` feeds t to attention and deepsets fields; concatsquash and transformer always read it.
-    `fine` lets a transformer look at the scale of the noise, which t tells in a single block: for
-    sets with flat parts.
+    In a single block t tells the noise. There, `fine` lets a transformer look at its scale, for
+    sets with flat parts, and `cells` tells it that no two points share a cell of a grid, so many to
+    a unit: for pixels.
     """
 
     def __init__(
         self, dim, blocks=12, hidden=(128, 128, 128), heads=4, field="attention", time=False,
         context=0, t1=0.5, gradient="adjoint", trace="hutchinson", probes=1, noise="rademacher",
-        fine=False, **solver,
+        fine=False, cells=0, **solver,
     ):  # fmt: skip
         super().__init__()
         if blocks < 1 or probes < 1:
             raise ValueError(f"blocks and probes must be at least 1, not {blocks} and {probes}")
-        if fine and (field != "transformer" or blocks > 1):
-            raise ValueError(f"fine is for one transformer block, not for {blocks} of {field}")
+        views = {"end": t1, "fine": fine, "cells": cells} if fine or cells else {}
+        if views and (field != "transformer" or blocks > 1):
+            name = "fine" if fine else "cells"
+            raise ValueError(f"{name} is for one transformer block, not for {blocks} of {field}")
         self.dim, self.probes = dim, probes
         self.trace = one_of("trace", trace, TRACES)
         self.noise = one_of("noise", noise, ("rademacher", "gaussian"))
         self.register_buffer("mean", torch.zeros(dim))
         self.register_buffer("std", torch.ones(dim))
-        kind = (field, dim, hidden, heads, time, context, t1 if fine else None)
-        fields = (make_field(*kind) for _ in range(blocks))
+        kind = (field, dim, hidden, heads, time, context)
+        fields = (make_field(*kind, **views) for _ in range(blocks))
         self.blocks = nn.ModuleList(ExNODE(f, t1, gradient=gradient, **solver) for f in fields)
 
     def standardise(self, x, mask=None):
@@ -242,6 +245,12 @@ class SetFlow(nn.Module):
             raise ValueError(f"x must vary along every axis, but deviates by {std.tolist()}")
         self.mean.copy_(points.mean(0))
         self.std.copy_(std)
+        self.place_cells()
+
+    def place_cells(self):
+        """Tell a view of cells where they lie in these units."""
+        if view := getattr(self.blocks[0].field, "cells", None):
+            view.grid.copy_(view.cells * torch.stack([self.std, self.mean]))
 
     def enter(self, x, mask=None):
         """(x − mean) / std; padded points stay as they are."""

@@ -759,14 +759,68 @@ class FineView(nn.Module):
         return self.seen(u, mean, square), dseen @ self.out.weight.T
 
 
+class CellView(nn.Module):
+    """What a grid tells of the noise if no two points share a cell, as with pixels.
+
+    A point x of the data has moved to y = x + σ z. If r_c is the probability of cell c given y, that
+    given all points is q_c ∝ r_c Π (1 − r_c of the others). A point sees (y − E[x])/σ under r and
+    under q: its guess of z if all cells were as likely. Both fade before noise reaches further than
+    the next cell.
+    """
+
+    LEAST = 0.01  # noise in cells, added
+
+    def __init__(self, dim, width, end, cells):
+        super().__init__()
+        self.end, self.cells, self.side = end, cells, cells + 4  # a table of cells has a margin
+        self.register_buffer("grid", torch.tensor([[float(cells)] * dim, [0.0] * dim]))
+        around = torch.cartesian_prod(*[torch.arange(-1.0, 2.0)] * dim).view(-1, dim)
+        self.register_buffer("around", around, persistent=False)
+        self.register_buffer("strides", self.side ** torch.arange(dim), persistent=False)
+        self.out = nn.Linear(2 * dim, width, bias=False)
+        nn.init.zeros_(self.out.weight)  # a field learns to look
+
+    def seen(self, x, t, mask=None):
+        s, (scale, origin) = (t / self.end).clamp(0, 0.5), self.grid.to(x.dtype)
+        y, sigma = x / (1 - s) * scale + origin, s / (1 - s) * scale + self.LEAST  # in cells
+        low = y.detach().floor()[..., None, :] + self.around.to(x.dtype)  # (..., n, 3^d, d)
+        a, b = ((low + k - y[..., None, :]) / sigma[..., None, :] for k in (0, 1))
+        inside = (torch.special.ndtr(b) - torch.special.ndtr(a)).clamp(min=1e-12)
+        told = (density(b) - density(a)) / inside  # (y − E[x])/σ, given the cell
+        r = inside.prod(-1)
+        r = r / r.sum(-1, keepdim=True)
+        index = ((low.long() + 2).clamp(0, self.side - 1) * self.strides).sum(-1).flatten(-2)
+        free = keep(torch.log1p(-r.clamp(max=0.99)), mask)
+        table = free.new_zeros(*index.shape[:-1], self.side ** x.shape[-1])
+        table = table.scatter_add(-1, index, free.flatten(-2))
+        q = r * (table.gather(-1, index).view_as(r) - free).exp()
+        q = q / q.sum(-1, keepdim=True)
+        told = (torch.stack([r, q], -2) @ told) * torch.exp(-((4 * sigma) ** 4))[..., None, :]
+        return told.flatten(-2)
+
+    def forward(self, x, t, mask=None):
+        return self.out(self.seen(x, t, mask))
+
+    def with_tangents(self, x, dx, t, mask=None):
+        """The value and J dx for tangents dx `(..., n, p, d)`."""
+        pairs = [torch.func.jvp(lambda x: self.seen(x, t, mask), (x,), (e,)) for e in dx.unbind(-2)]
+        return self.out(pairs[0][0]), self.out(torch.stack([dseen for _, dseen in pairs], -2))
+
+
+def density(u):
+    """Of a standard normal number."""
+    return torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)
+
+
 class TransformerField(Field):
     """Residual attention layers that read t and the context: ours, for training by matching.
 
     Its trace has no shortcut: Hutchinson's estimate, or n·d tangents for the exact one. `fine` adds
-    a FineView to what the layers begin with; it is the time at which there is only noise.
+    a FineView to what the layers begin with, `cells` (per unit) a CellView; `end` is the time at
+    which there is only noise.
     """
 
-    def __init__(self, dim, width=128, layers=4, heads=4, context=0, fine=None):
+    def __init__(self, dim, width=128, layers=4, heads=4, context=0, end=1.0, fine=False, cells=0):
         super().__init__(dim, time=True, context=context)
         check_heads(heads, width)
         if layers < 1:
@@ -774,7 +828,9 @@ class TransformerField(Field):
         frequencies = 2.0 ** torch.arange(4) * math.pi
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.condition = nn.Sequential(nn.Linear(9 + context, width), nn.SiLU())
-        self.first, self.fine = nn.Linear(dim, width), FineView(dim, width, fine) if fine else None
+        self.first = nn.Linear(dim, width)
+        self.fine = FineView(dim, width, end) if fine else None
+        self.cells = CellView(dim, width, end, cells) if cells else None
         layers = (TransformerLayer(dim, width, heads, width) for _ in range(layers))
         self.layers = nn.ModuleList(layers)
         self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, dim)
@@ -789,8 +845,8 @@ class TransformerField(Field):
         x, extra = self.enter(t, x, mask, context)
         place = with_square(x)
         h = self.first(x)
-        if self.fine:
-            h = h + self.fine(x, extra[..., :1], mask)
+        for view in filter(None, (self.fine, self.cells)):
+            h = h + view(x, extra[..., :1], mask)
         extra = self.conditions(extra)
         for layer in self.layers:
             h = layer(h, place, extra, mask)
@@ -802,8 +858,8 @@ class TransformerField(Field):
         place = with_square(x)
         dplace = torch.cat([e, 2 * (e * x[..., None, :]).sum(-1, keepdim=True)], -1)
         h, dh = self.first(x), e @ self.first.weight.T
-        if self.fine:
-            seen, dseen = self.fine.with_tangents(x, e, extra[..., :1], mask)
+        for view in filter(None, (self.fine, self.cells)):
+            seen, dseen = view.with_tangents(x, e, extra[..., :1], mask)
             h, dh = h + seen, dh + dseen
         extra = self.conditions(extra)
         for layer in self.layers:

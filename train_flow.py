@@ -27,7 +27,7 @@ Departures from the paper
   dopri5 at a tolerance of 1e-3 at the tightest. The test sets are read once, at the end, by dopri5
   at --tolerance, whatever --method training has.
 - "Halved every 100 epochs" is "after each tenth of the run", so that any budget has all of it.
-- A transformer field, its fine view, Muon and averaged weights are options; what they gain is in
+- A transformer field, its views, Muon and averaged weights are options; what they gain is in
   the README.
 """
 
@@ -63,10 +63,11 @@ ONLY_WITH = {  # options that would otherwise do nothing
     "heads": ("field", "attention", "transformer"),
     "time": ("field", "attention", "deepsets"),
     "fine": ("field", "transformer"),
+    "cells": ("field", "transformer"),
     "probes": ("trace", None, "hutchinson"),
 }
 TRAINING = ("objective", "finetune", "gradient", "coupling", "finest", "clip")
-MODEL_OPTIONS = ("blocks", "hidden", "heads", "field", "time", "fine")
+MODEL_OPTIONS = ("blocks", "hidden", "heads", "field", "time", "fine", "cells")
 
 
 def parse(argv=None):
@@ -90,6 +91,11 @@ def parse(argv=None):
     help = "a transformer in one block also sees near neighbours, at the scale of the noise: for"
     help += " shapes with flat parts"
     add("--fine", action="store_true", help=help)
+    help = (
+        "a transformer in one block knows that no two points share a cell of a grid, so many to a"
+    )
+    help += " unit: 28 for the pixels of mnist; 0: no grid"
+    add("--cells", type=number(int, 0), default=0, help=help)
     help = "None: hutchinson in training; at the end exact, or hutchinson for the transformer"
     add("--trace", choices=TRACES, help=help)
     add("--probes", type=number(int, 1), default=1, help="of Hutchinson's estimator")
@@ -136,8 +142,9 @@ def check(parser, args, argv):
         training.refuse(parser, args, ("probes",), "would not be read: the test's trace is exact")
     if args.field != "deepsets" and args.hidden[-1] % args.heads:
         parser.error(f"argument --heads: {args.heads} does not divide {args.hidden[-1]}")
-    if args.fine and args.blocks > 1:
-        parser.error("argument --fine: only with --blocks 1, where t tells the noise")
+    for name in ("fine", "cells"):
+        if getattr(args, name) and args.blocks > 1:
+            parser.error(f"argument --{name}: only with --blocks 1, where t tells the noise")
     if args.field == "transformer" and len(set(args.hidden)) > 1:
         parser.error("argument --hidden: a transformer wants one width, once for every layer")
     return args
@@ -155,7 +162,7 @@ def make_model(args, dim):
     if args.method != "dopri5":
         solver["options"] = {"step_size": 0.5 / args.steps}
     flow = {"gradient": args.gradient, "trace": args.trace or "hutchinson", "probes": args.probes}
-    flow["fine"] = args.fine
+    flow |= {"fine": args.fine, "cells": args.cells}
     sizes = (args.blocks, args.hidden, args.heads, args.field, args.time)
     try:
         return SetFlow(dim, *sizes, t1=0.5, **flow, **solver)
@@ -289,8 +296,9 @@ def start(args, model, train):
     """Weights of --finetune, or data in units of their own for matching."""
     if args.finetune:
         before = training.read_config(args.finetune)
-        new = () if before.get("fine") else ("blocks.0.field.fine.",)  # starts without effect
-        training.load_best(model, args.finetune, new)
+        new = [name for name in ("fine", "cells") if not before.get(name)]  # start without effect
+        training.load_best(model, args.finetune, [f"blocks.0.field.{name}." for name in new])
+        model.place_cells()
     elif args.objective == "matching":
         x, mask, _ = train.draw(np.arange(min(len(train), 2000)))
         try:

@@ -34,10 +34,10 @@ F32, F64 = torch.float32, torch.float64
 
 
 def looking(field):
-    """With what a transformer starts without: conditions of its layers, and a fine view."""
+    """With what a transformer starts without: conditions of its layers, and views."""
     with torch.no_grad():
         for name, p in field.named_parameters():
-            if ".condition." in name or "fine." in name:
+            if any(part in name for part in (".condition.", "fine.", "cells.")):
                 p.normal_(std=0.3)
     return field
 
@@ -50,7 +50,8 @@ FIELDS = {
     "attention": lambda d, time, c: AttentionField(d, (8, 7, 6), 2, time, c),
     "concatsquash": lambda d, time, c: ConcatSquashField(d, (8, 6), c),
     "transformer": lambda d, time, c: looking(TransformerField(d, 8, 2, 2, c)),
-    "fine": lambda d, time, c: looking(TransformerField(d, 8, 1, 2, c, fine=0.5)),
+    "fine": lambda d, time, c: looking(TransformerField(d, 8, 1, 2, c, end=0.5, fine=True)),
+    "cells": lambda d, time, c: looking(TransformerField(d, 8, 2, 2, c, end=9.0, cells=3)),
 }
 all_fields = pytest.mark.parametrize("name", FIELDS)
 
