@@ -762,8 +762,8 @@ class FineView(nn.Module):
 class CellView(nn.Module):
     """What a grid tells of the noise if no two points share a cell, as with pixels.
 
-    A point x of the data has moved to y = x + σ z. If r_c is the probability of cell c given y, that
-    given all points is q_c ∝ r_c Π (1 − r_c of the others). A point sees (y − E[x])/σ under r and
+    A point x of the data has moved to y = x + σ z. If r_c is the probability of cell c given y,
+    that given all is q_c ∝ r_c Π (1 − r_c of the others). A point sees (y − E[x])/σ under r and
     under q: its guess of z if all cells were as likely. Both fade before noise reaches further than
     the next cell.
     """
