@@ -782,6 +782,7 @@ BAD = [
     (lambda: TemporalSetVAE(decoder="deepsets"), "decoder must .*'deepsets'"),
     (lambda: SetFlow(2, 1, fine=True), "fine is for one transformer block, not for 1 of attention"),
     (lambda: SetFlow(2, 2, field="transformer", fine=True), "not for 2 of transformer"),
+    (lambda: SetFlow(2, 2, field="transformer", cells=9), "cells is for one .*, not for 2 of"),
     (lambda: make_vae().matching_loss(*series(), moments=1.0), "only in a model with frequencies"),
     (lambda: ExNODE(nn.Identity(), gradient="exact"), "gradient must .*'exact'"),
     (flow_call("sample", 0, 3), "sets and points .*0 and 3"),

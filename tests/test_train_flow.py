@@ -171,14 +171,17 @@ def test_a_transformer_trains_by_muon_with_clipping_and_several_probes(tmp_path)
     assert table[2]["loss"] < 0.97 * table[1]["loss"]
     assert results["test"]["trace"] == "hutchinson"
     json.loads((tmp_path / "run" / "results.json").read_text(), parse_constant=pytest.fail)
-    fine = ["--finetune", str(tmp_path / "run"), "--fine", *options[:2], *options[10:]]
-    fine += ["--epochs", "1"]
+    fine = ["--finetune", str(tmp_path / "run"), "--fine", "--cells", "28", *options[:2]]
+    fine += [*options[10:], "--epochs", "1"]
     config = train_flow.main([*fine, "--out", str(tmp_path / "fine")])["config"]
     table = lines(tmp_path / "fine")
-    assert config["fine"]
+    assert (config["fine"], config["cells"]) == (True, 28)
     assert table[0]["valid_ppll"] == pytest.approx(results["best"], abs=2e-3)
     state = training.read_checkpoint(tmp_path / "fine" / "last.pt")["model"]
     assert state["blocks.0.field.fine.out.weight"].any()
+    assert state["blocks.0.field.cells.out.weight"].any()
+    grid = 28 * torch.stack([state["std"], state["mean"]])
+    torch.testing.assert_close(state["blocks.0.field.cells.grid"], grid)
     sets = train_flow.main(["--load", str(tmp_path / "fine"), "--sample", "2"])["samples"]
     assert sets.isfinite().all()
 
@@ -261,6 +264,8 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
         ("--field", "transformer", "--hidden", "8,8", "--out", tmp_path / "t"): "--hidden",
         ("--fine",): "only with --field transformer",
         ("--fine", "--field", "transformer"): "only with --blocks 1",
+        ("--cells", "28"): "only with --field transformer",
+        ("--cells", "28", "--field", "transformer"): "only with --blocks 1",
         ("--field", "transformer", "--time"): "only with --field attention or deepsets",
         ("--field", "deepsets", "--heads", "2"): "only with --field attention or transformer",
         ("--trace", "exact", "--probes", "2"): "only with --trace hutchinson",
