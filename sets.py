@@ -20,8 +20,8 @@ Departures from the paper:
   - DeepSetsField has λ = 1 and γ = −1 on hidden features and no outer σ, as in the authors' code.
   - ConcatSquash has a bias in its gate and none in its shift, as in the authors' code; the text can
     be read so, Table 3 has it the other way round.
-  - TransformerField is ours: residual attention layers that read t, for training by matching. So is
-    FineView, its eye for flat parts.
+  - TransformerField is ours: residual attention layers that read t, for training by matching; and
+    so are FineView, its eye for flat parts, and CellView, for points that share no pixel.
 """
 
 import math

@@ -282,4 +282,4 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
 
 
 def test_help_names_every_option_with_its_default(capsys):
-    check_help(train_flow, capsys, 36)
+    check_help(train_flow, capsys, 37)
