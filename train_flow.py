@@ -91,10 +91,8 @@ def parse(argv=None):
     help = "a transformer in one block also sees near neighbours, at the scale of the noise: for"
     help += " shapes with flat parts"
     add("--fine", action="store_true", help=help)
-    help = (
-        "a transformer in one block knows that no two points share a cell of a grid, so many to a"
-    )
-    help += " unit: 28 for the pixels of mnist; 0: no grid"
+    help = "a transformer in one block knows that no two points share a cell of a grid, so many to"
+    help += " a unit: 28 for the pixels of mnist; 0: no grid"
     add("--cells", type=number(int, 0), default=0, help=help)
     help = "None: hutchinson in training; at the end exact, or hutchinson for the transformer"
     add("--trace", choices=TRACES, help=help)
