@@ -42,7 +42,6 @@ from sets import (
     ConcatSquashField,
     DeepSetsField,
     PointNorm,
-    TransformerField,
     check_set,
     check_values,
     count,
@@ -53,6 +52,7 @@ from sets import (
     widths,
 )
 from solvers import odeint, odeint_adjoint, odeint_checkpoint
+from transformer import TransformerField
 
 GRADIENTS = ("backprop", "adjoint", "checkpoint")
 TRACES = ("hutchinson", "exact")
