@@ -274,6 +274,7 @@ class Split:
     classes: tuple[str, ...]
     points: int | tuple[int, int]  # in each set; (low, high): a random number of them
     use: int = TRAIN
+    spare: int = 0  # more points of each shape behind those of its set, where the mask is False
 
     def __len__(self):
         return len(self.index)
@@ -294,10 +295,13 @@ class Split:
         index = self.index[where]
         blocks = np.split(index, range(512, len(index), 512))  # what fits a processor's cache
         x, mask = zip(*[self._draw(i, low, high, Random(i, *words)) for i in blocks])
-        mask = None if low == high else np.concatenate(mask)
+        mask = None if mask[0] is None else np.concatenate(mask)
         return np.concatenate(x), mask, self.labels[index]
 
     def _draw(self, index, low, high, rng):
+        if self.spare:
+            mask = np.arange(high + self.spare) < np.full((len(index), 1), high)
+            return self.source.sample(index, high + self.spare, rng, mask), mask
         if low == high:
             return self.source.sample(index, high, rng, None), None
         size = low + (rng.uniform(1) * (high + 1 - low)).astype(np.int64)
@@ -447,6 +451,7 @@ def load(
     times=(0, 0.25, 0.5, 0.75, 1),
     resample=True,
     augment=None,
+    spare=0,
 ) -> Splits:
     """The sets called "synthetic", "mnist", "modelnet" (40) or "modelnet10", for one task.
 
@@ -457,6 +462,7 @@ def load(
     valid     fraction of the training sets held out, chosen by `seed`
     resample  draw points anew at each time, as the paper says, or carry them along
     augment   turn and scale 3-D training sets; None: to classify 1000 points or more
+    spare     more points of each 3-D training shape, in the units of its set (`Split.spare`)
     """
     kind, classes = _kind(name, task, category)
     solid = kind not in ("digits", "mnist")
@@ -466,6 +472,8 @@ def load(
         augment = solid and task == "classify" and most >= 1000
     if augment and not solid:
         raise DataError(f"augment is for 3-D shapes, not for the digits of {name!r}")
+    if spare and (not solid or span(points)[0] < most):
+        raise DataError(f"spare={spare}: for 3-D shapes with one number of points, not {points}")
 
     def split(part, index, use):
         pick, labels, _ = part
@@ -475,9 +483,9 @@ def load(
             source = Rotating(pick, _grid(times), resample)
         else:
             source = Flat(pick, *((1.0, -2 * math.log(28)) if kind == "mnist" else (0.0, 0.0)))
-        return Split(source, index, labels, classes, points, use)
+        return Split(source, index, labels, classes, points, use, spare if use == TRAIN else 0)
 
-    train, test = _parts(kind, root, classes, most)
+    train, test = _parts(kind, root, classes, most + spare)
     index, held = hold_out(train[2], test[2], valid, seed)
     every = np.arange(len(test[1]))
     return Splits(split(train, index, TRAIN), split(train, held, VALID), split(test, every, TEST))

@@ -301,19 +301,27 @@ class SetFlow(nn.Module):
         return self.decode(z, context=context)
 
     def matching_loss(
-        self, x, mask=None, context=None, coupling="swaps", generator=None, finest=0.1
+        self, x, mask=None, context=None, coupling="swaps", generator=None, finest=0.1, spare=None
     ):
         """∫ (1 − s) |Δ f(x_s) − (z − x)|² du per coordinate, x_s = (1 − s) x + s z, u uniform.
 
         The chain of K blocks is one field, piecewise in u: block i owns [i/K, (i + 1)/K], and runs
         from s(i/K) to s((i + 1)/K), at Δ = t₁ / (their difference) times the speed of the field.
         Each block gets its share of the sets, each set one u in the block's interval.
+
+        `spare` `(..., m, d)` are other points that could as well have been drawn for each set. They
+        replace x by its mean given x_s (`exchange`): the same field, learned from less noise.
         """
         self.blocks[0].field.check(None, x, mask, context)
         check_values(x, mask)
         one_of("coupling", coupling, ("swaps", "none"))
         if finest <= 0:
             raise ValueError(f"finest must be positive, not {finest}")
+        if spare is not None:
+            if coupling != "none" or spare.shape[:-2] != x.shape[:-2]:
+                got = f"{coupling!r} and {tuple(spare.shape)}"
+                raise ValueError(f"spare: for coupling='none' and the sets of x, not {got}")
+            spare = self.enter(spare).reshape(-1, *spare.shape[-2:])
         x = keep(self.enter(x, mask), mask).reshape(-1, *x.shape[-2:])
         mask = None if mask is None else mask.reshape(x.shape[:-1])
         z = torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
@@ -331,7 +339,10 @@ class SetFlow(nn.Module):
             x_s = torch.lerp(x[rows], z[rows], s[:, None, None])
             t = (s - first) / (last - first) * block.t1
             v = block.t1 / (last - first) * block.field(t, x_s, here, given)
-            error = keep(v - z[rows] + x[rows], here).square().sum((-2, -1))
+            wanted = z[rows] - x[rows]
+            if spare is not None:
+                wanted = wanted - exchange(x[rows], spare[rows], x_s, s) / s[:, None, None]
+            error = keep(v - wanted, here).square().sum((-2, -1))
             loss = loss + ((1 - s) * error).sum() / (count(x_s, here).sum() * self.dim * blocks)
         return loss
 
@@ -343,6 +354,21 @@ def schedule(u, finest):
     (1 − s) du where s > ε. Noise finer than the data's own is not worth that attention.
     """
     return finest * ((1 + 1 / finest) ** u - 1)
+
+
+@torch.no_grad()
+def exchange(x, spare, x_s, s):
+    """E[x′ᵢ] − xᵢ if x′ᵢ is xᵢ or one of spare, given x_s: w ∝ exp(−|x_s − (1 − s) x′|² / 2s²).
+
+    Points are drawn independently of what they are drawn from, so that given spare and the others
+    nothing else tells xᵢ from one of spare: a mean that is exact (Rao and Blackwell).
+    """
+    s = s[:, None, None].clamp(min=1e-3)  # with less noise a point is only itself
+    q, half = x_s * ((1 - s) / s**2), 0.5 * ((1 - s) / s) ** 2
+    own = (q * x - half * x * x).sum(-1, keepdim=True)
+    others = torch.baddbmm(-half * spare.square().sum(-1)[:, None], q, spare.mT)  # (B, n, m)
+    w = torch.softmax(torch.cat([own, others], -1), -1)[..., 1:]
+    return w @ spare - w.sum(-1, keepdim=True) * x
 
 
 @torch.no_grad()

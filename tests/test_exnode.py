@@ -38,6 +38,7 @@ from exnode import (
     TemporalSetVAE,
     assign,
     draw_noise,
+    exchange,
     round_robin,
     schedule,
 )
@@ -830,3 +831,19 @@ def test_padding_changes_not_even_the_steps_of_an_adaptive_solver():
     z = flow.encode(padded, mask)
     close(z[:, :5], flow.encode(x), 1e-10)
     close(z[:, 5:], padding, 0)
+
+
+@given(st.integers(3, 6), st.integers(1, 3), st.floats(0.02, 0.9), SEEDS)
+def test_exchanged_targets_have_the_mean_of_plain_ones_given_the_noisy_set(size, dim, s, seed):
+    rng = torch.Generator().manual_seed(seed)
+    shape, y = (torch.randn(n, dim, dtype=F64, generator=rng) for n in (size, 2))
+    pairs = torch.cartesian_prod(*[torch.arange(size)] * 2)
+    pairs = pairs[pairs[:, 0] != pairs[:, 1]]  # all sets of two points of the shape
+    x = shape[pairs]
+    p = torch.softmax(-(y - (1 - s) * x).square().sum((1, 2)) / (2 * s * s), 0)
+    rest = [[k for k in range(size) if k not in pair] for pair in pairs.tolist()]
+    change = exchange(x, shape[torch.tensor(rest)], y.expand_as(x), torch.full((len(x),), s).to(x))
+    torch.testing.assert_close(torch.einsum("p,pnd->nd", p, change), torch.zeros_like(y))
+    wanted = x - torch.einsum("p,pnd->nd", p, x)
+    left = x + change - torch.einsum("p,pnd->nd", p, x)
+    assert (p @ left.square().sum((1, 2)) <= p @ wanted.square().sum((1, 2)) + 1e-9).all()
