@@ -360,8 +360,8 @@ def schedule(u, finest):
 def exchange(x, spare, x_s, s):
     """E[x′ᵢ] − xᵢ if x′ᵢ is xᵢ or one of spare, given x_s: w ∝ exp(−|x_s − (1 − s) x′|² / 2s²).
 
-    Points are drawn independently of what they are drawn from, so that given spare and the others
-    nothing else tells xᵢ from one of spare: a mean that is exact (Rao and Blackwell).
+    Given the shape and all other points of the set, only its own noise tells which of the rest is
+    xᵢ. So this is a mean of the target that leaves the mean given x_s alone (Rao and Blackwell).
     """
     s = s[:, None, None].clamp(min=1e-3)  # with less noise a point is only itself
     q, half = x_s * ((1 - s) / s**2), 0.5 * ((1 - s) / s) ** 2

@@ -402,14 +402,14 @@ class AttentionField(Field):
         return keep(self.out(tanh(merge_heads(q + attend(q, k, v, mask)))), mask)
 
     def value_and_jvp(self, t, x, e, mask=None, context=None):
-        """f and W (slope ⊙ δr), where r = q + A v."""
+        """f and W (slope ⊙ (δq + δr)), where r = A v."""
         x, extra = self.enter(t, x, mask, context)
         e = keep(e, mask).movedim(0, -2)
         pairs = [net.with_tangents(x, extra, e) for net in (self.q, self.k, self.v)]
         (q, k, v), (dq, dk, dv) = zip(*pairs)
         r, dr = by_head(AttentionJvp, self.heads, mask, (q, dq), q, k, v, dq, dk, dv)
-        y, slope = Tanh.apply(r)
-        df = (dr * slope[..., None, :]) @ self.out.weight.T
+        y, slope = Tanh.apply(q + r)
+        df = ((dq + dr) * slope[..., None, :]) @ self.out.weight.T
         return keep(self.out(y), mask), keep(df.movedim(-2, 0), mask)
 
     def value_and_trace(self, t, x, mask=None, context=None):
@@ -429,7 +429,7 @@ def centred(a, x):
 
 
 class AttentionJvp:
-    """r = q + A v and δr = δq + δA v + A δv, δA = A (δs − Σ A δs), δs = (δq kᵀ + q δkᵀ)/√h."""
+    """r = A v and δr = δA v + A δv, δA = A (δs − Σ A δs), δs = (δq kᵀ + q δkᵀ)/√h."""
 
     @staticmethod
     def tangents(*xs):
@@ -442,13 +442,13 @@ class AttentionJvp:
         dr = []
         for qi, ki, vi in AttentionJvp.tangents(dq, dk, dv):
             da = centred(a, (qi @ k.mT).add_(q @ ki.mT).mul_(scale)).mul_(a)
-            dr.append((da @ v).add_(a @ vi).add_(qi))
-        return q + a @ v, torch.stack(dr, -2)
+            dr.append((da @ v).add_(a @ vi))
+        return a @ v, torch.stack(dr, -2)
 
     @staticmethod
     def gradient(mask, q, k, v, dq, dk, dv, g, gd):
         a, scale = attention_weights(q, k, mask), 1 / math.sqrt(q.shape[-1])
-        ga, gq, gk, gv, grads = g @ v.mT, g.clone(), torch.zeros_like(k), a.mT @ g, []
+        ga, gq, gk, gv, grads = g @ v.mT, torch.zeros_like(q), torch.zeros_like(k), a.mT @ g, []
         for qi, ki, vi, gi in AttentionJvp.tangents(dq, dk, dv, gd):
             ds = centred(a, (qi @ k.mT).add_(q @ ki.mT).mul_(scale))
             gda = centred(a, gi @ v.mT)
@@ -458,7 +458,7 @@ class AttentionJvp:
             gq += gds @ ki
             gk += gds.mT @ qi
             gv += da.mT @ gi
-            grads.append(((gds @ k).add_(gi), gds.mT @ q, a.mT @ gi))
+            grads.append((gds @ k, gds.mT @ q, a.mT @ gi))
         gs = centred(a, ga).mul_(a).mul_(scale)
         gdq, gdk, gdv = (torch.stack(x, -2) for x in zip(*grads))
         return gq + gs @ k, gk + gs.mT @ q, gv, gdq, gdk, gdv

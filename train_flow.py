@@ -58,6 +58,7 @@ PIECE = 2**16  # points that are sampled at once
 ONLY_WITH = {  # options that would otherwise do nothing
     "steps": ("method", "rk4", "rk5"),
     "gradient": ("objective", "likelihood"),
+    "method": ("objective", "likelihood"),
     "coupling": ("objective", "matching"),
     "finest": ("objective", "matching"),
     "spare": ("coupling", "none"),
@@ -67,7 +68,9 @@ ONLY_WITH = {  # options that would otherwise do nothing
     "cells": ("field", "transformer"),
     "probes": ("trace", None, "hutchinson"),
 }
-TRAINING = ("objective", "finetune", "gradient", "coupling", "finest", "spare", "clip")
+TRAINING = (
+    "objective", "finetune", "gradient", "method", "steps", "coupling", "finest", "spare", "clip",
+)  # fmt: skip
 MODEL_OPTIONS = ("blocks", "hidden", "heads", "field", "time", "fine", "cells")
 
 
@@ -140,7 +143,9 @@ def check(parser, args, argv):
     if args.sample:
         names = ("data", "category", "batch_size", "test_sets")
         training.refuse(parser, args, names, "is for sets of data, which --sample does not read")
-    if args.objective == "matching" and args.field != "transformer" and not args.trace:
+        training.refuse(parser, args, ("trace", "probes"), "is for densities, not for --sample")
+    untrained = args.load or args.objective == "matching"
+    if untrained and args.field != "transformer" and not args.trace:
         training.refuse(parser, args, ("probes",), "would not be read: the test's trace is exact")
     if args.field != "deepsets" and args.hidden[-1] % args.heads:
         parser.error(f"argument --heads: {args.heads} does not divide {args.hidden[-1]}")
@@ -316,7 +321,7 @@ def measure(args, model, test, world):
     results |= {"trace": twin.trace, "tolerance": args.tolerance, "log_unit": test.log_unit}
     if (noise := test.noise()) is not None:
         results["noise"] = noise
-    return results | {"samples": measure_samples(model, test, args.seed)}
+    return results | {"samples": measure_samples(twin, test, args.seed)}
 
 
 def finish(args, run, model, test):
@@ -325,9 +330,9 @@ def finish(args, run, model, test):
         out, points = Path(args.out), data.span(test.points)[1]
         draw_curves(out)
         real = test.some(9)
-        real = real.draw(np.arange(len(real)))[0]
-        draw_samples(out / "samples.png", draw_sets(model, 18, points, args.seed), real)
-        draw_path(out, model, points, args.seed)
+        real, twin = real.draw(np.arange(len(real)))[0], judge(args, model)
+        draw_samples(out / "samples.png", draw_sets(twin, 18, points, args.seed), real)
+        draw_path(out, twin, points, args.seed)
     results = measure(args, model, test, run.world)
     return run.finish(results, parameters=sum(p.numel() for p in model.parameters()))
 
@@ -384,7 +389,7 @@ def draw_path(out, model, points, seed, sets=5):
 # -------------------------------------------------------------------------- from a finished run
 def sample(args):
     """--sample K: K sets of --points points as .npy and PNG in the run directory."""
-    world, model = training.connect(args), read_run(args)
+    world, model = training.connect(args), judge(args, read_run(args))
     model.to(world.device)
     args.points = args.points or data.POINTS["mnist" if model.dim == 2 else "modelnet"]["flow"]
     sets = min(args.sample, max(1, PIECE // args.points))

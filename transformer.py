@@ -86,7 +86,7 @@ class TransformerLayer(nn.Module):
         q, k, v = (self.qkv(y) + self.near(place)).chunk(3, -1)
         dq, dk, dv = (dy @ self.qkv.weight.T + dplace @ self.near.weight.T).chunk(3, -1)
         r, dr = by_head(AttentionJvp, self.heads, mask, (q, dq), q, k, v, dq, dk, dv)
-        h, dh = h + self.merge(r - q), dh + (dr - dq) @ self.merge.weight.T
+        h, dh = h + self.merge(r), dh + dr @ self.merge.weight.T
         y, dy = norm_with_tangents(self.norms[1], h, dh)
         y, dy = torch.addcmul(shift2, y, 1 + scale2), dy * (1 + scale2)[..., None, :]
         y, dy = self.widen(y), dy @ self.widen.weight.T
@@ -151,7 +151,7 @@ class FineView(nn.Module):
         dq = torch.cat([du, torch.zeros_like(du)], -1).flatten(-2) * math.sqrt(2 * u.shape[-1])
         dk = torch.cat([du, 2 * uu * du], -1).flatten(-2)
         r, dr = by_head(AttentionJvp, self.heads, mask, (q, dq), q, k, k, dq, dk, dk)
-        (mean, square), (dmean, dsquare) = self.means(r - q), self.means(dr - dq)
+        (mean, square), (dmean, dsquare) = self.means(r), self.means(dr)
         dsquare = dsquare - 2 * (du * (mean - u)[..., None, :, :] + uu * dmean)
         dseen = torch.cat([dmean - du, dsquare], -1).flatten(-2)
         return self.seen(u, mean, square), dseen @ self.out.weight.T
@@ -170,7 +170,8 @@ class CellView(nn.Module):
 
     def __init__(self, dim, width, end, cells):
         super().__init__()
-        self.end, self.cells, self.side = end, cells, cells + 4  # a table of cells has a margin
+        self.end, self.cells = end, cells
+        self.side = cells + 4  # of the table of cells, for sets no wider than a unit and a margin
         self.register_buffer("grid", torch.tensor([[float(cells)] * dim, [0.0] * dim]))
         around = torch.cartesian_prod(*[torch.arange(-1.0, 2.0)] * dim).view(-1, dim)
         self.register_buffer("around", around, persistent=False)
@@ -187,12 +188,11 @@ class CellView(nn.Module):
         told = (density(b) - density(a)) / inside  # (y − E[x])/σ, given the cell
         r = inside.prod(-1)
         r = r / r.sum(-1, keepdim=True)
-        index = ((low.long() + 2).clamp(0, self.side - 1) * self.strides).sum(-1).flatten(-2)
+        index = (low.long().remainder(self.side) * self.strides).sum(-1).flatten(-2)
         free = keep(torch.log1p(-r.clamp(max=0.99)), mask)
         table = free.new_zeros(*index.shape[:-1], self.side ** x.shape[-1])
         table = table.scatter_add(-1, index, free.flatten(-2))
-        q = r * (table.gather(-1, index).view_as(r) - free).exp()
-        q = q / q.sum(-1, keepdim=True)
+        q = torch.softmax(r.log() + table.gather(-1, index).view_as(r) - free, -1)
         told = (torch.stack([r, q], -2) @ told) * torch.exp(-((4 * sigma) ** 4))[..., None, :]
         return told.flatten(-2)
 

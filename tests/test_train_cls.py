@@ -195,6 +195,7 @@ def test_finetuning_starts_from_a_run_with_its_data_and_model(whole, tmp_path, c
     for wrong in (["--runs", "2"], ["--load", out, "--evaluate"]):
         code, err = run_here(capsys, *options, *wrong)
         assert (code, err.count("\n")) == (2, 1)
+        assert "--finetune RUN trains one run" in err
 
 
 def test_a_loss_that_explodes_exits_with_1_and_names_the_checkpoint(tmp_path, capsys):

@@ -93,16 +93,15 @@ def test_matching_standardises_the_data_and_likelihood_leaves_them_as_in_the_pap
     torch.testing.assert_close(std["matching"], x.std(0, correction=0))
 
 
-def test_a_run_stopped_by_sigterm_resumes_to_the_same_numbers(tmp_path):
+def test_a_run_stopped_by_sigterm_resumes_to_the_same_numbers(tmp_path, monkeypatch):
     options = MATCHING  # evaluated at the start and the end only
-    train_flow.EVALUATE_STEPS, before = 400, train_flow.EVALUATE_STEPS
+    monkeypatch.setattr(train_flow, "EVALUATE_STEPS", 400)
     results = train_flow.main([*options, "--out", str(tmp_path / "whole")])
     out = tmp_path / "run"
     process = script(*options, "--out", out)
     stop_early(process, out, 0.2)
     assert 0 < training.read_checkpoint(out / "last.pt")["step"] < 100
     again = train_flow.main([*options, "--out", str(out), "--resume"])
-    train_flow.EVALUATE_STEPS = before
     assert again["test"]["ppll"] == results["test"]["ppll"]
     assert lines(out) == lines(tmp_path / "whole")
 
@@ -110,8 +109,8 @@ def test_a_run_stopped_by_sigterm_resumes_to_the_same_numbers(tmp_path):
 @pytest.mark.parametrize("objective", ["likelihood", "matching"])
 def test_finetuning_starts_from_a_matching_run_and_goes_on_by_either(objective, runs, tmp_path):
     base, before = runs["matching"]
-    options = ["--finetune", str(base), "--objective", objective, "--method", "rk5"]
-    options += ["--gradient", "checkpoint"] if objective == "likelihood" else []
+    options, solver = ["--finetune", str(base), "--objective", objective], ["--method", "rk5"]
+    options += [*solver, "--gradient", "checkpoint"] if objective == "likelihood" else []
     options += ["--epochs", "1", "--test-sets", "20", "--batch-size", "270"]
     config = train_flow.main([*options, "--out", str(tmp_path / "fine")])["config"]
     table = lines(tmp_path / "fine")
@@ -186,6 +185,19 @@ def test_a_transformer_trains_by_muon_with_clipping_and_several_probes(tmp_path)
     assert sets.isfinite().all()
 
 
+def test_spare_points_of_shapes_leave_less_to_explain(tmp_path):
+    options = ["--objective", "matching", "--coupling", "none", "--category", "shapes", "--hidden"]
+    options += ["8", "--heads", "2", "--blocks", "1", "--points", "20", "--batch-size", "540"]
+    options += ["--epochs", "1", "--test-sets", "2", "--tolerance", "1e-2"]
+    losses = []
+    for spare in ("0", "60"):
+        out = tmp_path / spare
+        results = train_flow.main([*options, "--spare", spare, "--out", str(out)])
+        losses.append(lines(out)[1]["loss"])
+        assert results["test"]["sets"] == 2
+    assert losses[1] < 0.8 * losses[0]
+
+
 def test_sampling_in_pieces_gives_the_same_sets(runs, monkeypatch):
     out, _ = runs["matching"]
     model = train_flow.read_run(train_flow.parse(["--load", str(out), "--evaluate"]))
@@ -237,6 +249,9 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
         ("--load", out, "--evaluate", "--lr", "1"): "--lr is for training",
         ("--load", out, "--evaluate", "--objective", "likelihood"): "--objective is for training",
         ("--load", out, "--evaluate", "--resume"): "--resume is for training",
+        ("--load", out, "--evaluate", "--method", "rk4"): "--method is for training",
+        ("--load", out, "--evaluate", "--probes", "2"): "--probes would not be read",
+        ("--load", out, "--sample", "3", "--trace", "exact"): "--trace is for densities",
         ("--points", 10**7, "--out", tmp_path / "w"): "GiB",
         ("--finetune", out, "--load", out, "--evaluate"): "--finetune RUN",
         ("--finetune", out, "--hidden", "6,6", "--out", tmp_path / "x"): "another model",
@@ -257,7 +272,10 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
             tmp_path / "y",
         ): "vary along every axis",
         ("--gradient", "backprop", "--objective", "matching"): "only with --objective likelihood",
+        ("--method", "rk4", "--objective", "matching"): "only with --objective likelihood",
         ("--finest", "0.2"): "only with --objective matching",
+        ("--spare", "9"): "only with --coupling none",
+        (*MATCHING, "--coupling", "none", "--spare", "9", "--out", tmp_path / "s"): "3-D shapes",
         ("--coupling", "none"): "only with --objective matching",
         ("--hidden", "12,"): "--hidden",
         ("--field", "transformer", "--hidden", "16,32"): "--hidden",
@@ -282,4 +300,4 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
 
 
 def test_help_names_every_option_with_its_default(capsys):
-    check_help(train_flow, capsys, 37)
+    check_help(train_flow, capsys, 38)

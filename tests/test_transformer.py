@@ -67,6 +67,16 @@ def test_a_view_of_cells_guesses_the_noise_of_points_that_share_none(dim, n, s, 
     close(view(x, t, mask)[mask], wanted[mask], 1e-3)
 
 
+@given(st.integers(1, 2), st.floats(1e-4, 0.05), SEEDS)
+def test_a_view_of_cells_bears_crowds_and_knows_cells_on_either_side_of_0(dim, s, seed):
+    torch.manual_seed(seed)
+    view = CellView(dim, 4, 0.5, 3)
+    x, t = torch.rand(1, 400, dim), torch.full((1, 1, 1), 0.5 * s)
+    assert view.seen(x, t).isfinite().all()
+    view, x, t = view.double(), x[:, :8].double(), t.double()
+    close(view.seen(x - (1 - 2 * t), t), view.seen(x, t))  # three cells further
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
