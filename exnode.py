@@ -15,7 +15,7 @@
     Table 3, architectures                                 the defaults of each class
 
 x is `(..., n, d)`, mask `(..., n)`, True where a point exists. A set without points is an error
-here; in sets.py it is a field of zeros.
+here (on a CPU, where a look costs no wait); in sets.py it is a field of zeros.
 
 Departures from the paper:
   - Eq. 9 has the limits of its integral exchanged; we follow Eq. 5: log p(x) = log p(z(t₁)) + ∫ Tr.

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import zipfile
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -1005,6 +1006,22 @@ def test_a_split_smaller_than_a_batch_is_one_batch_and_a_rest_is_left_out():
         for r in (0, 1)
     ]
     assert shares == [[300, 1], [299]]
+
+
+def test_spare_points_lie_behind_a_training_set_in_its_units():
+    splits = data.load(category="shapes", points=20, spare=30)
+    where = np.arange(9)
+    x, mask, _ = splits.train.draw(where)
+    assert (mask == (np.arange(50) < 20)).all()
+    np.testing.assert_allclose(x[:, :20].mean(1), 0, atol=1e-6)
+    whole = replace(splits.train, points=50, spare=0).draw(where)[0]  # the same points, as one set
+    scale = np.ptp(whole, 1) / np.ptp(x, 1)
+    np.testing.assert_allclose(scale, scale[:, :1].repeat(3, 1), rtol=1e-4)
+    assert (scale < 0.999).any()
+    assert (splits.valid.spare, splits.test.spare) == (0, 0)
+    for wrong in ({"category": "digits"}, {"category": "shapes", "points": (5, 9)}):
+        with pytest.raises(DataError, match="spare=3: for 3-D shapes"):
+            data.load(spare=3, **wrong)
 
 
 def test_ragged_sets_are_padded_with_zeros_and_masked():
