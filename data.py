@@ -274,7 +274,7 @@ class Split:
     classes: tuple[str, ...]
     points: int | tuple[int, int]  # in each set; (low, high): a random number of them
     use: int = TRAIN
-    spare: int = 0  # more points of each shape behind those of its set, where the mask is False
+    spare: int = 0  # more points of a shape behind those of its set, where the mask is False
 
     def __len__(self):
         return len(self.index)
@@ -462,7 +462,7 @@ def load(
     valid     fraction of the training sets held out, chosen by `seed`
     resample  draw points anew at each time, as the paper says, or carry them along
     augment   turn and scale 3-D training sets; None: to classify 1000 points or more
-    spare     more points of each 3-D training shape, in the units of its set (`Split.spare`)
+    spare     more points of each training set's shape, in the units of the set (`Split.spare`)
     """
     kind, classes = _kind(name, task, category)
     solid = kind not in ("digits", "mnist")
@@ -472,8 +472,9 @@ def load(
         augment = solid and task == "classify" and most >= 1000
     if augment and not solid:
         raise DataError(f"augment is for 3-D shapes, not for the digits of {name!r}")
-    if spare and (not solid or span(points)[0] < most):
-        raise DataError(f"spare={spare}: for 3-D shapes with one number of points, not {points}")
+    if spare and (kind == "mnist" or task == "temporal" or span(points)[0] < most):
+        why = "bright pixels come first, and times and ragged sets have none"
+        raise DataError(f"spare={spare}: for 3-D shapes and built-in digits only: {why}")
 
     def split(part, index, use):
         pick, labels, _ = part

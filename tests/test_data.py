@@ -1019,9 +1019,11 @@ def test_spare_points_lie_behind_a_training_set_in_its_units():
     np.testing.assert_allclose(scale, scale[:, :1].repeat(3, 1), rtol=1e-4)
     assert (scale < 0.999).any()
     assert (splits.valid.spare, splits.test.spare) == (0, 0)
-    for wrong in ({"category": "digits"}, {"category": "shapes", "points": (5, 9)}):
-        with pytest.raises(DataError, match="spare=3: for 3-D shapes"):
-            data.load(spare=3, **wrong)
+    x, mask, _ = data.load(points=20, spare=30).train.draw(where)
+    assert x.shape[:2] == mask.shape == (9, 50)
+    for wrong in ({"name": "mnist"}, {"task": "temporal"}, {"points": (5, 9)}):
+        with pytest.raises(DataError, match="spare=3: for 3-D shapes and built-in digits"):
+            data.load(**wrong, spare=3)
 
 
 def test_ragged_sets_are_padded_with_zeros_and_masked():

@@ -18,6 +18,7 @@ TINY += ["--schedule", "cosine"]
 MATCHING = [*TINY, "--objective", "matching", "--ema", "0.8", "--tolerance", "1e-4"]
 MATCHING += ["--epochs", "5", "--finest", "0.15"]
 LIKELIHOOD = [*TINY, "--gradient", "checkpoint", "--optimizer", "muon", "--method", "rk4"]
+SPARE = ["--coupling", "none", "--spare", "9"]
 script, run_here = partial(start, "train_flow.py"), partial(call, train_flow)
 
 
@@ -275,7 +276,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
         ("--method", "rk4", "--objective", "matching"): "only with --objective likelihood",
         ("--finest", "0.2"): "only with --objective matching",
         ("--spare", "9"): "only with --coupling none",
-        (*MATCHING, "--coupling", "none", "--spare", "9", "--out", tmp_path / "s"): "3-D shapes",
+        ("--data", "mnist", *MATCHING, *SPARE, "--out", tmp_path / "s"): "3-D shapes",
         ("--coupling", "none"): "only with --objective matching",
         ("--hidden", "12,"): "--hidden",
         ("--field", "transformer", "--hidden", "16,32"): "--hidden",
