@@ -84,8 +84,8 @@ def parse(argv=None):
     add(
         "--objective", choices=choices, default="likelihood", help="what training maximises or fits"
     )
-    help = "start from the best weights of a RUN, whose data and model, and for matching --coupling"
-    help += " and --finest, are then the defaults"
+    help = "start from the best weights of a RUN, whose data and model, and for matching"
+    help += " --coupling, --finest and --spare, are then the defaults"
     add("--finetune", metavar="RUN", help=help)
     add("--field", choices=FIELDS, default="attention", help="of each block")
     add("--blocks", type=number(int, 1), default=12, help="in the chain")
@@ -134,7 +134,7 @@ def check(parser, args, argv):
         args = training.parse_finished(args.load, parser, argv, TRAINING)
     elif args.finetune:
         names = (*MODEL_OPTIONS, "data", "category", "points", "seed")
-        names += ("coupling", "finest") if args.objective == "matching" else ()
+        names += ("coupling", "finest", "spare") if args.objective == "matching" else ()
         args = training.parse_as_in(args.finetune, parser, argv, names)
     for name, (other, *values) in ONLY_WITH.items():
         if getattr(args, name) != parser.get_default(name) and getattr(args, other) not in values:
@@ -204,7 +204,9 @@ def check_memory(args, world, points, sets=1, whole=0, *, training_too=False, pa
 
     whole: of an output while it is made. Backpropagation keeps about 20 evaluations by dopri5.
     """
-    kept = 30 * sum(args.hidden) if training_too else 12 * max(args.hidden)  # numbers per point
+    kept = 12 * max(args.hidden)  # numbers per point
+    if training_too:
+        kept = 30 * sum(args.hidden) + 3 * args.spare
     if training_too and args.objective == "likelihood" and args.gradient == "backprop":
         evaluations = 20 if args.method == "dopri5" else len(METHODS[args.method].b) * args.steps
         kept = max(kept, 2.5 * sum(args.hidden) * args.blocks * evaluations)

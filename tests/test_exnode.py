@@ -355,6 +355,44 @@ def test_matching_loss_is_zero_for_the_perfect_field(coupling, blocks, sets):
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
+def test_with_the_rest_of_a_shape_a_field_that_knows_it_has_nothing_left_to_explain(blocks):
+    shape = torch.randn(5, 2, dtype=F64) * 0.3 + 1
+
+    def knows(i):
+        first, last = schedule(i / blocks, 0.1), schedule((i + 1) / blocks, 0.1)
+
+        def f(t, x, context):  # (x_s − E[x | x_s]) / s
+            s = (first + t / 0.5 * (last - first))[:, None, None]
+            away = torch.cdist(x, (1 - s) * (shape - 1) / 0.3)
+            mean = torch.softmax(-(away**2) / (2 * s * s), -1) @ ((shape - 1) / 0.3)
+            return (x - mean) / s * (last - first) / 0.5
+
+        return By(2, f)
+
+    flow = by_hand(*map(knows, range(blocks)), dim=2)
+    flow.mean.fill_(1.0), flow.std.fill_(0.3)
+    x, spare = shape[:, None], torch.stack([shape[torch.arange(5) != i] for i in range(5)])
+    assert flow.matching_loss(x, coupling="none", spare=spare) < 1e-12
+    assert flow.matching_loss(x, coupling="none") > 0.1
+
+
+@given(st.integers(3, 6), st.integers(1, 3), st.floats(0.02, 0.9), SEEDS)
+def test_exchanged_targets_have_the_mean_of_plain_ones_given_the_noisy_set(size, dim, s, seed):
+    rng = torch.Generator().manual_seed(seed)
+    shape, y = (torch.randn(n, dim, dtype=F64, generator=rng) for n in (size, 2))
+    pairs = torch.cartesian_prod(*[torch.arange(size)] * 2)
+    pairs = pairs[pairs[:, 0] != pairs[:, 1]]  # all sets of two points of the shape
+    x = shape[pairs]
+    p = torch.softmax(-(y - (1 - s) * x).square().sum((1, 2)) / (2 * s * s), 0)
+    rest = [[k for k in range(size) if k not in pair] for pair in pairs.tolist()]
+    change = exchange(x, shape[torch.tensor(rest)], y.expand_as(x), torch.full((len(x),), s).to(x))
+    torch.testing.assert_close(torch.einsum("p,pnd->nd", p, change), torch.zeros_like(y))
+    wanted = x - torch.einsum("p,pnd->nd", p, x)
+    left = x + change - torch.einsum("p,pnd->nd", p, x)
+    assert (p @ left.square().sum((1, 2)) <= p @ wanted.square().sum((1, 2)) + 1e-9).all()
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
 def test_matching_loss_is_a_mean_over_points_that_exist_weighted_as_the_likelihood_is(blocks):
     mask = draw_mask((600, 4))
     still = by_hand(*(By(2, lambda t, x, z: 0 * x) for _ in range(blocks)), dim=2)
@@ -685,7 +723,9 @@ FLOWS = {
 def run_flow(flow, x, t, mask):
     z = flow.encode(x, mask)
     outputs = flow.log_prob(x, mask), z, flow.decode(z, mask), flow.sample(2, 3)
-    return (*outputs, flow.matching_loss(x, mask), flow.matching_loss(x, coupling="none"))
+    none = {"coupling": "none"}
+    losses = flow.matching_loss(x, **none), flow.matching_loss(x, mask, **none, spare=x[:, :3])
+    return (*outputs, flow.matching_loss(x, mask), *losses)
 
 
 def run_vae(vae, x, t, mask):
@@ -789,6 +829,11 @@ BAD = [
     (flow_call("sample", 0, 3), "sets and points .*0 and 3"),
     (flow_call("sample", 3, 0), "sets and points .*3 and 0"),
     (flow_call("matching_loss", X, None, None, "optimal"), "coupling must .*'optimal'"),
+    (
+        flow_call("matching_loss", X, None, None, "swaps", None, 0.1, X),
+        "spare: for coupling='none'.*'swaps'",
+    ),
+    (flow_call("matching_loss", X, None, None, "none", None, 0.1, X[:1]), r"spare: .*\(1, "),
     (flow_call("log_prob", X, None, torch.ones(2, 5)), "context must .*0 .*5"),
     (flow_call("log_prob", X, None, None, context=5), "context must .*5 .*0"),
     (flow_call("log_prob", X, None, torch.ones(3, 5), context=5), r"context must .*\(3, 5\)"),
@@ -831,19 +876,3 @@ def test_padding_changes_not_even_the_steps_of_an_adaptive_solver():
     z = flow.encode(padded, mask)
     close(z[:, :5], flow.encode(x), 1e-10)
     close(z[:, 5:], padding, 0)
-
-
-@given(st.integers(3, 6), st.integers(1, 3), st.floats(0.02, 0.9), SEEDS)
-def test_exchanged_targets_have_the_mean_of_plain_ones_given_the_noisy_set(size, dim, s, seed):
-    rng = torch.Generator().manual_seed(seed)
-    shape, y = (torch.randn(n, dim, dtype=F64, generator=rng) for n in (size, 2))
-    pairs = torch.cartesian_prod(*[torch.arange(size)] * 2)
-    pairs = pairs[pairs[:, 0] != pairs[:, 1]]  # all sets of two points of the shape
-    x = shape[pairs]
-    p = torch.softmax(-(y - (1 - s) * x).square().sum((1, 2)) / (2 * s * s), 0)
-    rest = [[k for k in range(size) if k not in pair] for pair in pairs.tolist()]
-    change = exchange(x, shape[torch.tensor(rest)], y.expand_as(x), torch.full((len(x),), s).to(x))
-    torch.testing.assert_close(torch.einsum("p,pnd->nd", p, change), torch.zeros_like(y))
-    wanted = x - torch.einsum("p,pnd->nd", p, x)
-    left = x + change - torch.einsum("p,pnd->nd", p, x)
-    assert (p @ left.square().sum((1, 2)) <= p @ wanted.square().sum((1, 2)) + 1e-9).all()
