@@ -341,7 +341,7 @@ class SetFlow(nn.Module):
             v = block.t1 / (last - first) * block.field(t, x_s, here, given)
             wanted = z[rows] - x[rows]
             if spare is not None:
-                wanted = wanted - exchange(x[rows], spare[rows], x_s, s) / s[:, None, None]
+                wanted = wanted - exchange(x[rows], spare[rows], x_s, s)
             error = keep(v - wanted, here).square().sum((-2, -1))
             loss = loss + ((1 - s) * error).sum() / (count(x_s, here).sum() * self.dim * blocks)
         return loss
@@ -358,17 +358,17 @@ def schedule(u, finest):
 
 @torch.no_grad()
 def exchange(x, spare, x_s, s):
-    """E[x′ᵢ] − xᵢ if x′ᵢ is xᵢ or one of spare, given x_s: w ∝ exp(−|x_s − (1 − s) x′|² / 2s²).
+    """(E[x′ᵢ] − xᵢ)/s, x′ᵢ being xᵢ or one of spare with weights exp(−|x_s − (1 − s) x′|² / 2s²).
 
     Given the shape and all other points of the set, only its own noise tells which of the rest is
-    xᵢ. So this is a mean of the target that leaves the mean given x_s alone (Rao and Blackwell).
+    xᵢ. So this averages the target and leaves its mean given x_s as it is (Rao and Blackwell).
     """
     s = s[:, None, None].clamp(min=1e-3)  # with less noise a point is only itself
     q, half = x_s * ((1 - s) / s**2), 0.5 * ((1 - s) / s) ** 2
     own = (q * x - half * x * x).sum(-1, keepdim=True)
     others = torch.baddbmm(-half * spare.square().sum(-1)[:, None], q, spare.mT)  # (B, n, m)
     w = torch.softmax(torch.cat([own, others], -1), -1)[..., 1:]
-    return w @ spare - w.sum(-1, keepdim=True) * x
+    return (w @ spare - w.sum(-1, keepdim=True) * x) / s
 
 
 @torch.no_grad()

@@ -388,7 +388,7 @@ def test_exchanged_targets_have_the_mean_of_plain_ones_given_the_noisy_set(size,
     change = exchange(x, shape[torch.tensor(rest)], y.expand_as(x), torch.full((len(x),), s).to(x))
     torch.testing.assert_close(torch.einsum("p,pnd->nd", p, change), torch.zeros_like(y))
     wanted = x - torch.einsum("p,pnd->nd", p, x)
-    left = x + change - torch.einsum("p,pnd->nd", p, x)
+    left = wanted + s * change
     assert (p @ left.square().sum((1, 2)) <= p @ wanted.square().sum((1, 2)) + 1e-9).all()
 
 
