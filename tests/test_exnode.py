@@ -385,7 +385,7 @@ def test_exchanged_targets_have_the_mean_of_plain_ones_given_the_noisy_set(size,
     x = shape[pairs]
     p = torch.softmax(-(y - (1 - s) * x).square().sum((1, 2)) / (2 * s * s), 0)
     rest = [[k for k in range(size) if k not in pair] for pair in pairs.tolist()]
-    change = exchange(x, shape[torch.tensor(rest)], y.expand_as(x), torch.full((len(x),), s).to(x))
+    change = exchange(x, shape[torch.tensor(rest)], y.expand_as(x), x.new_full((len(x),), s))
     torch.testing.assert_close(torch.einsum("p,pnd->nd", p, change), torch.zeros_like(y))
     wanted = x - torch.einsum("p,pnd->nd", p, x)
     left = wanted + s * change
