@@ -22,7 +22,8 @@ Departures from the paper:
   - `trace="exact"` replaces Hutchinson's estimate by the trace itself, at a similar cost.
   - The noise of Hutchinson's estimator is drawn per call and kept nowhere.
   - `gradient="checkpoint"` differentiates the discrete solve exactly, keeping a state per step.
-  - `matching_loss` trains the same flow by regression, without a solver (flow matching).
+  - `matching_loss` trains the same flow by regression, without a solver (flow matching), and
+    `exchange` takes most of the noise out of that where a set's shape has more points.
   - The ELBO has one KL term for the whole series; the authors' code counts it once per time.
   - The posterior starts narrow: with unit noise z₀ says nothing for the first thousand steps.
   - `moments` lets the encoder learn from what it can tell of a set directly, beside matching.

@@ -20,7 +20,8 @@ ModelNet of the scaled shape. Bits per dimension are −PPLL / (d ln 2) in the s
 
 Departures from the paper
 - `--objective matching` regresses the same field on straight paths from data to noise. It puts
-  data into units of their own mean and deviation first (`SetFlow.standardise`).
+  data into units of their own mean and deviation first (`SetFlow.standardise`). `--spare` has
+  more points of each shape tell where a noisy point may come from (`exnode.exchange`).
 - The test likelihood has the exact trace, or for the transformer, which has no shortcut to it,
   Hutchinson's unbiased estimate with --probes probes, unless --trace says otherwise.
 - Weights are selected on held-out training sets, of which about VALID_POINTS points are read, by
