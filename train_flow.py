@@ -52,7 +52,6 @@ from solvers import METHODS, Stats
 
 FIELDS = ("attention", "deepsets", "transformer")
 INTERVALS = 10  # of the run, each with half the learning rate of the one before
-EVALUATE_STEPS = 250  # training steps from one evaluation to the next
 VALID_POINTS = 6400  # points, of all sets together, in an evaluation
 SCORE_SETS = 1000  # samples that are scored at the end
 PIECE = 2**16  # points that are sampled at once
@@ -71,6 +70,7 @@ ONLY_WITH = {  # options that would otherwise do nothing
 }
 TRAINING = (
     "objective", "finetune", "gradient", "method", "steps", "coupling", "finest", "spare", "clip",
+    "every",
 )  # fmt: skip
 MODEL_OPTIONS = ("blocks", "hidden", "heads", "field", "time", "fine", "cells")
 
@@ -115,6 +115,7 @@ def parse(argv=None):
     help += " noisy one: far less noise in training. For ModelNet (1536 of 2048) and built-in sets"
     add("--spare", type=number(int, 0), default=0, metavar="K", help=help)
     add("--clip", type=number(float, 1e-9), help="largest norm of a gradient; None: any")
+    add("--every", type=number(int, 1), default=250, help="steps from one evaluation to the next")
     help = "sets of the test split that are read at the end; None: all"
     add("--test-sets", type=number(int, 2), help=help)
     add("--load", metavar="RUN", help="a run directory, for --sample or --evaluate")
@@ -279,7 +280,7 @@ def train(args):
     optimizer = training.OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
     steps = data.steps(splits.train, args.batch_size)
     schedule = training.schedule(args.schedule, INTERVALS)
-    settings = {"ema": args.ema, "clip": args.clip, "every": EVALUATE_STEPS}
+    settings = {"ema": args.ema, "clip": args.clip, "every": args.every}
     run = training.Run(args, world, model, optimizer, schedule, steps, **settings)
     valid = splits.valid.some(-(-VALID_POINTS // points))
 

@@ -1,6 +1,7 @@
 """training.py with a small model of batch normalisation and dropout, and with real signals."""
 
 import argparse
+import ctypes
 import json
 import math
 import os
@@ -421,3 +422,18 @@ def test_two_processes_compute_what_one_does_with_the_same_batch(tmp_path, monke
         a, b = (lines(tmp_path / n / norm)[-1] for n in "12")
         assert a == pytest.approx(b, rel=1e-9)
         assert len(two["random"]) == 2
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
+def test_freed_memory_stays_with_the_process():
+    code = (
+        "import resource, torch, training\n"
+        "training.keep_memory()\n"
+        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "torch.ones(2**24), torch.ones(2**24)\n"  # 64 MB, or 16,384 pages each
+        "before = faults()\n"
+        "for _ in range(10): torch.ones(2**24)\n"
+        "print(faults() - before)"
+    )
+    faults = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT)
+    assert int(faults) < 3 * 2**14
