@@ -15,7 +15,7 @@
     Table 3, architectures                                 the defaults of each class
 
 x is `(..., n, d)`, mask `(..., n)`, True where a point exists. A set without points is an error
-here (on a CPU, where a look costs no wait); in sets.py it is a field of zeros.
+here (on a CPU; on a GPU the check would have to wait), in sets.py a field of zeros.
 
 Departures from the paper:
   - Eq. 9 has the limits of its integral exchanged; we follow Eq. 5: log p(x) = log p(z(t₁)) + ∫ Tr.
@@ -26,7 +26,8 @@ Departures from the paper:
     `exchange` takes most of the noise out of that where a set's shape has more points.
   - The ELBO has one KL term for the whole series; the authors' code counts it once per time.
   - The posterior starts narrow: with unit noise z₀ says nothing for the first thousand steps.
-  - `moments` lets the encoder learn from what it can tell of a set directly, beside matching.
+  - `moments` adds a loss without the noise of matching: z_t must tell, by a linear map, the mean
+    cos and sin of ω·x over its set.
   - z₀ lives at time `t0` = 0 whatever the observed times are, so that grids may differ.
   - Sets may be ragged, by masks, everywhere.
 """
@@ -108,29 +109,27 @@ class ExNODE(nn.Module):
         def f(t, x):
             return self.field(t, x, mask, context)
 
-        return self.run(f, x, times, mask, context, stats)
+        z = self.run(f, keep(x, mask), times, mask, context, stats)
+        return keep(z, mask, x)  # a padded point stays where it is
 
     def forward_and_log_det(self, x, mask=None, context=None, noise=None, stats=None):
         """z(t₁) and ∫ Tr(∂f/∂z) dt per set; exact, or Hutchinson's estimate if noise is given."""
-        start = (x, x.new_zeros(x.shape[:-2]))
+        start = (keep(x, mask), x.new_zeros(x.shape[:-2]))
         f = self.augmented(mask, context, noise)
-        return self.run(f, start, (0.0, self.t1), mask, context, stats)
+        z, log_det = self.run(f, start, (0.0, self.t1), mask, context, stats)
+        return keep(z, mask, x), log_det
 
     def run(self, f, start, times, mask, context, stats):
-        """Solve from x or (x, log det); padded points neither move nor count in the error norm."""
-        x, *rest = start if isinstance(start, tuple) else (start,)
-        settings = dict(self.settings)
+        """The last state from the first, x or (x, log det); no padded point counts as an error."""
+        settings, pair = dict(self.settings), isinstance(start, tuple)
         if mask is not None and settings["method"] == "dopri5":
-            size = mask.sum() * x.shape[-1] + sum(part.numel() for part in rest)
-            settings["options"] = {"norm": partial(root_mean_square, size=size)}
-            settings["options"] |= self.settings["options"] or {}
+            size = mask.sum() * self.field.dim + (start[1].numel() if pair else 0)
+            norm = {"norm": partial(root_mean_square, size=size)}
+            settings["options"] = norm | (settings["options"] or {})
         params = [*self.field.parameters(), *([] if context is None else [context])]
         t = torch.tensor(times, dtype=torch.float64)
-        start = (keep(x, mask), *rest) if rest else keep(x, mask)
         states = solve(f, start, t, params, self.gradient, stats=stats, **settings)
-        z, *rest = (state[-1] for state in (states if rest else (states,)))
-        z = z if mask is None else torch.where(mask[..., None], z, x)
-        return (z, *rest) if rest else z
+        return tuple(state[-1] for state in states) if pair else states[-1]
 
     def augmented(self, mask, context, noise):
         """(t, (x, log det)) ↦ (f, Tr ∂f/∂x),  Tr ≈ mean over probes of eᵀ (∂f/∂x) e."""
@@ -197,11 +196,16 @@ def base_log_prob(z, mask=None):
     return -0.5 * keep(z * z + math.log(2 * math.pi), mask).sum((-2, -1))
 
 
+def normal(shape, like, generator=None):
+    """Draws from N(0, I), with the precision and on the device of `like`."""
+    return torch.randn(shape, dtype=like.dtype, device=like.device, generator=generator)
+
+
 def draw_noise(x, probes, kind, generator=None):
     """Probes e with E[e eᵀ] = I, `(probes, *x.shape)`: Rademacher or Gaussian."""
     shape = (probes, *x.shape)
     if kind == "gaussian":
-        return torch.randn(shape, dtype=x.dtype, device=x.device, generator=generator)
+        return normal(shape, x, generator)
     bits = torch.randint(0, 2, shape, device=x.device, generator=generator)
     return (2 * bits - 1).to(x.dtype)
 
@@ -209,12 +213,14 @@ def draw_noise(x, probes, kind, generator=None):
 class SetFlow(nn.Module):
     """Sec. 3.3: a chain of ExNODE blocks from data to N(0, I), and back.
 
-    log p(x) = log N(z; 0, I) + Σ_blocks ∫ Tr(∂f/∂z) dt  with  z = encode(x).
+    log p(x) = log N(z; 0, I) + Σ_blocks ∫ Tr(∂f/∂z) dt − n Σ log std  with  z = encode(x),
+
+    the last term from the units of `standardise`.
 
     `time` feeds t to attention and deepsets fields; concatsquash and transformer always read it.
-    In a single block t tells the noise. There, `fine` lets a transformer look at its scale, for
-    sets with flat parts, and `cells` tells it that no two points share a cell of a grid, so many to
-    a unit: for pixels.
+    With a single block t is the level of noise. There, `fine` gives a transformer a FineView
+    (neighbours at the scale of the noise, for shapes with flat parts), and `cells=28` a CellView
+    (no two points share a cell of a grid with 28 cells to a unit, as with pixels).
     """
 
     def __init__(
@@ -255,12 +261,10 @@ class SetFlow(nn.Module):
 
     def enter(self, x, mask=None):
         """(x − mean) / std; padded points stay as they are."""
-        y = (x - self.mean) / self.std
-        return y if mask is None else torch.where(mask[..., None], y, x)
+        return keep((x - self.mean) / self.std, mask, x)
 
     def leave(self, x, mask=None):
-        y = x * self.std + self.mean
-        return y if mask is None else torch.where(mask[..., None], y, x)
+        return keep(x * self.std + self.mean, mask, x)
 
     def encode(self, x, mask=None, context=None, stats=None):
         """z = q(x): data to noise."""
@@ -297,9 +301,7 @@ class SetFlow(nn.Module):
         """`(sets, points, dim)` from the model; any number of points."""
         if sets < 1 or points < 1:
             raise ValueError(f"sets and points must be at least 1, not {sets} and {points}")
-        weight, shape = next(self.parameters()), (sets, points, self.dim)
-        z = torch.randn(shape, dtype=weight.dtype, device=weight.device, generator=generator)
-        return self.decode(z, context=context)
+        return self.decode(normal((sets, points, self.dim), self.mean, generator), context=context)
 
     def matching_loss(
         self, x, mask=None, context=None, coupling="swaps", generator=None, finest=0.1, spare=None
@@ -325,27 +327,31 @@ class SetFlow(nn.Module):
             spare = self.enter(spare).reshape(-1, *spare.shape[-2:])
         x = keep(self.enter(x, mask), mask).reshape(-1, *x.shape[-2:])
         mask = None if mask is None else mask.reshape(x.shape[:-1])
-        z = torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
+        z = normal(x.shape, x, generator)
         z = assign(x, z, mask) if coupling == "swaps" else z
+        context = None if context is None else context.reshape(len(x), -1)
         blocks, loss = len(self.blocks), 0
         order = torch.randperm(len(x), device=x.device, generator=generator)
         order = order.repeat(-(-blocks // len(x)))  # no block goes without a set
-        for i, (block, rows) in enumerate(zip(self.blocks, order.tensor_split(blocks))):
+        for i, rows in enumerate(order.tensor_split(blocks)):
             u = torch.rand(len(rows), dtype=x.dtype, device=x.device, generator=generator)
-            u = (torch.arange(len(rows), device=x.device) + u) / len(rows)  # in the block's share
-            first, last = schedule(i / blocks, finest), schedule((i + 1) / blocks, finest)
-            s = schedule((i + u) / blocks, finest)
-            here = None if mask is None else mask[rows]
-            given = None if context is None else context.reshape(len(x), -1)[rows]
-            x_s = torch.lerp(x[rows], z[rows], s[:, None, None])
-            t = (s - first) / (last - first) * block.t1
-            v = block.t1 / (last - first) * block.field(t, x_s, here, given)
-            wanted = z[rows] - x[rows]
-            if spare is not None:
-                wanted = wanted - exchange(x[rows], spare[rows], x_s, s)
-            error = keep(v - wanted, here).square().sum((-2, -1))
-            loss = loss + ((1 - s) * error).sum() / (count(x_s, here).sum() * self.dim * blocks)
+            u = (torch.arange(len(rows), device=x.device) + u) / len(rows)  # evenly in [0, 1]
+            mine = (None if a is None else a[rows] for a in (x, z, mask, context, spare))
+            loss = loss + self.block_loss(i, u, finest, *mine) / blocks
         return loss
+
+    def block_loss(self, i, u, finest, x, z, mask, context, spare):
+        """The part of block i, where u in [0, 1] is the place of each set in its interval."""
+        block, blocks = self.blocks[i], len(self.blocks)
+        first, s, last = (schedule((i + v) / blocks, finest) for v in (0, u, 1))
+        x_s = torch.lerp(x, z, s[:, None, None])
+        t = (s - first) / (last - first) * block.t1
+        v = block.t1 / (last - first) * block.field(t, x_s, mask, context)  # Δ f(x_s)
+        wanted = z - x
+        if spare is not None:
+            wanted = wanted - exchange(x, spare, x_s, s)
+        error = keep(v - wanted, mask).square().sum((-2, -1))
+        return ((1 - s) * error).sum() / (count(x_s, mask).sum() * self.dim)
 
 
 def schedule(u, finest):
@@ -361,8 +367,9 @@ def schedule(u, finest):
 def exchange(x, spare, x_s, s):
     """(E[x′ᵢ] − xᵢ)/s, x′ᵢ being xᵢ or one of spare with weights exp(−|x_s − (1 − s) x′|² / 2s²).
 
-    Given the shape and all other points of the set, only its own noise tells which of the rest is
-    xᵢ. So this averages the target and leaves its mean given x_s as it is (Rao and Blackwell).
+    The target z − x is (x_s − x)/s; less this, it has E[x′] in place of x. Each of spare was as
+    likely to be drawn for point i, and only the noisy place of i tells which was. So the mean of
+    the target given x_s stays, and its variance falls (Rao and Blackwell).
     """
     s = s[:, None, None].clamp(min=1e-3)  # with less noise a point is only itself
     q, half = x_s * ((1 - s) / s**2), 0.5 * ((1 - s) / s) ** 2
@@ -415,9 +422,7 @@ class Posterior(NamedTuple):
     std: torch.Tensor
 
     def sample(self, generator=None):
-        noise = torch.randn(self.mean.shape, dtype=self.mean.dtype, device=self.mean.device,
-                            generator=generator)  # fmt: skip
-        return self.mean + self.std * noise
+        return self.mean + self.std * normal(self.mean.shape, self.mean, generator)
 
     def kl(self):
         """KL(posterior ‖ N(0, I)) per series."""
@@ -428,7 +433,7 @@ class TemporalSetVAE(nn.Module):
     """Sec. 3.4: a latent z that follows an ODE in time, and a set flow for x_t given z_t.
 
     A series is x `(B, T, n, d)` observed at times t `(T,)`, increasing; mask is `(B, T, n)`.
-    `frequencies` is how many the moments of `matching_loss` have.
+    `frequencies` is how many ω `moment_error` has; 0: no moments.
     """
 
     def __init__(
@@ -448,8 +453,9 @@ class TemporalSetVAE(nn.Module):
         solver = {"method": method, "rtol": rtol, "atol": atol, "gradient": gradient}
         self.solver = {**solver, "options": flow.get("options")}
         self.decoder = SetFlow(
-            dim, 1, hidden, heads, decoder, decoder == "attention", latent, 1.0, **solver, **flow
-        )
+            dim, 1, hidden, heads, field=decoder, time=decoder == "attention", context=latent,
+            t1=1.0, **solver, **flow,
+        )  # fmt: skip
         if frequencies:  # of moments, from what a whole set is to its strokes
             draw = torch.randn(frequencies, dim, generator=torch.Generator().manual_seed(0))
             scale = torch.logspace(math.log10(0.6), math.log10(8), frequencies)
@@ -507,10 +513,10 @@ class TemporalSetVAE(nn.Module):
     ):  # fmt: skip
         """The decoder's matching loss given z_t, and the KL per series.
 
-        With `times`, the loss is that at so many of t, chosen at random; z₀ is told of all. With
-        `pieces`, half of the loss is that of pieces of so many points, each by itself. There,
-        only z_t can tell what the rest of the set would: points that see each other do without it.
-        `moments` is the weight of an error in what z_t tells of its set, at all of t.
+        With `times`, the decoder's loss is that at so many of t, chosen at random; the encoder
+        sees all. With `pieces`, half of the loss is that of pieces of so many points: a piece does
+        not see the rest of its set, so it must use z_t, which attention over whole sets can do
+        without. `moments` is the weight of `moment_error`, at all of t.
         """
         if moments and not hasattr(self, "moments"):
             raise ValueError(f"moments={moments}: only in a model with frequencies, such as 96")
@@ -544,8 +550,7 @@ class TemporalSetVAE(nn.Module):
         if points < 1:
             raise ValueError(f"points must be at least 1, not {points}")
         z = self.latents(z0, t)
-        shape = (*z.shape[:-1], points, self.dim)
-        y = torch.randn(shape, dtype=z.dtype, device=z.device, generator=generator)
+        y = normal((*z.shape[:-1], points, self.dim), z, generator)
         return self.decoder.decode(y, context=z)
 
     @torch.no_grad()
@@ -553,8 +558,7 @@ class TemporalSetVAE(nn.Module):
         """Eq. 12: z₀ ~ N(0, I), then decode."""
         if sets < 1:
             raise ValueError(f"sets must be at least 1, not {sets}")
-        weight, shape = next(self.parameters()), (sets, self.latent)
-        z0 = torch.randn(shape, dtype=weight.dtype, device=weight.device, generator=generator)
+        z0 = normal((sets, self.latent), self.decoder.mean, generator)
         return self.decode(z0, t, points, generator)
 
     @torch.no_grad()

@@ -126,7 +126,7 @@ def check_set(x, dim, mask=None):
 
 
 def check_values(x, mask=None):
-    """Raise a ValueError for NaN, infinity or a set without points; where a look is no wait."""
+    """Raise a ValueError for NaN, infinity or a set without points; a GPU would have to wait."""
     if x.device.type != "cpu":
         return
     if mask is not None and not mask.any(-1).all():
@@ -135,9 +135,9 @@ def check_values(x, mask=None):
         raise ValueError("x must be finite, but holds NaN or infinity")
 
 
-def keep(x, mask):
-    """x where a point exists, 0 elsewhere."""
-    return x if mask is None else torch.where(mask[..., None], x, 0)
+def keep(x, mask, other=0):
+    """x where a point exists, `other` elsewhere."""
+    return x if mask is None else torch.where(mask[..., None], x, other)
 
 
 def split_heads(x, heads):
@@ -238,16 +238,20 @@ class PointNorm(nn.BatchNorm1d):
     def forward(self, x, mask=None):
         if mask is None or not self.training:
             return super().forward(x.reshape(-1, x.shape[-1])).view(x.shape)
-        weight = mask[..., None].to(x.dtype) / mask.sum()
-        axes = tuple(range(x.dim() - 1))
-        mean = (weight * x).sum(axes)
-        var = (weight * (x - mean) ** 2).sum(axes)
-        with torch.no_grad():
-            points = mask.sum()
-            self.num_batches_tracked += 1
-            self.running_mean.lerp_(mean, self.momentum)
-            self.running_var.lerp_(var * points / (points - 1).clamp(min=1), self.momentum)
-        return (x - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias
+        return normalise(self, x, mask)
+
+
+def normalise(norm, x, mask=None, total=lambda x: x):
+    """Batch normalisation in training, over points that exist; `total` sums over processes."""
+    there, axes = keep(torch.ones_like(x[..., :1]), mask), tuple(range(x.dim() - 1))
+    n = total(there.sum())
+    mean = total((there * x).sum(axes)) / n
+    var = total((there * (x - mean) ** 2).sum(axes)) / n
+    with torch.no_grad():
+        norm.num_batches_tracked += 1
+        norm.running_mean.lerp_(mean, norm.momentum)
+        norm.running_var.lerp_(var * n / (n - 1).clamp(min=1), norm.momentum)
+    return (x - mean) * torch.rsqrt(var + norm.eps) * norm.weight + norm.bias
 
 
 # ---------------------------------------------------------------------------------------- fields
@@ -418,7 +422,7 @@ class AttentionField(Field):
         pairs = [net.with_tangents(x, extra) for net in (self.q, self.k, self.v)]
         (q, k, v), (dq, dk, dv) = zip(*pairs)
         weight = self.out.weight.expand(*x.shape[:-2], 1, -1, -1)
-        outs = q, q[..., : self.heads]
+        outs = q, q[..., : self.heads]  # of the shapes of y and of a trace for each head
         y, trace = by_head(AttentionTrace, self.heads, mask, outs, q, k, v, dq, dk, dv, weight)
         return keep(self.out(y), mask), keep(trace, mask).sum((-2, -1))
 
@@ -521,11 +525,13 @@ def by_head(f, heads, mask, likes, *xs):
     """f.value of xs `(..., n, [p,] w)`, head by head; the results have the shapes of likes."""
     batch = xs[0].dim() - 2
     sets = math.prod(xs[0].shape[:batch])
-    split = [(sets, *x.shape[batch:-1], heads, x.shape[-1] // heads) for x in (*likes, *xs)]
-    shapes, split = split[: len(likes)], split[len(likes) :]
-    xs = [x.reshape(shape) for x, shape in zip(xs, split)]
+
+    def split(x):  # (sets, n, [p,] heads, w / heads)
+        return (sets, *x.shape[batch:-1], heads, x.shape[-1] // heads)
+
     mask = None if mask is None else mask.reshape(sets, -1)
-    return [y.view(z.shape) for y, z in zip(ByHead.apply(f, mask, shapes, *xs), likes)]
+    ys = ByHead.apply(f, mask, [split(y) for y in likes], *(x.reshape(split(x)) for x in xs))
+    return [y.view(like.shape) for y, like in zip(ys, likes)]
 
 
 def packed(x):

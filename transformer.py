@@ -35,15 +35,16 @@ def with_square(x):
 def near(dim, width, heads):
     """A layer from (x, |x|²) to additions to q, k, v that start as −½ a²|xᵢ − xⱼ|² in the scores.
 
-    That is a²(xᵢ·xⱼ − ½|xⱼ|²) up to what all j share. Each head has its own a, from 0.3, where the
-    other terms of the scores matter more, to 10, where they do not.
+    A softmax ignores what all j share, so a²(xᵢ·xⱼ − ½|xⱼ|²) does the same: q gets a xᵢ and a
+    constant, k gets a xⱼ and −|xⱼ|², v nothing. Each head has its own a, from 0.3, hardly local, to
+    10, where only near points count.
     """
     layer, size = nn.Linear(dim + 1, 3 * width), width // heads
     if size <= dim:
         raise ValueError(f"width {width} in {heads} heads: want more than {dim} per head")
     with torch.no_grad():
         layer.weight.zero_(), layer.bias.zero_()
-        a = torch.logspace(math.log10(0.3), 1, heads)[:, None] * size**0.25  # of √size in a score
+        a = torch.logspace(math.log10(0.3), 1, heads)[:, None] * size**0.25  # scores are over √size
         (q, k, _), (one, _, _) = (
             part.view(3, heads, size, -1) for part in (layer.weight, layer.bias)
         )
@@ -98,11 +99,12 @@ class TransformerLayer(nn.Module):
 class FineView(nn.Module):
     """How the others lie to each point at the scale of the noise: along every axis, and around it.
 
-    A head is an axis, or all of them, and a width w in proportion to the noise, which is t / end in
-    units of the data's deviation. With u = x / w, A = softmax(−½ |uᵢ − uⱼ|²), it sees
-    Σⱼ Aᵢⱼ (uⱼ − uᵢ) and Σⱼ Aᵢⱼ (uⱼ − uᵢ)². Seats, wings and legs have many points at nearly one
-    height, which layers that see x itself are slow to resolve. u² is large where w is small: LEAST
-    keeps what float32 rounds off to about a hundredth of what is seen.
+    Attention with fixed weights. A head measures along one axis, or along all, in units of a width
+    w in proportion to the noise, which is t / end in units of the data's deviation. With u = x / w,
+    A = softmaxⱼ(−½ |uᵢ − uⱼ|²), it sees Σⱼ Aᵢⱼ (uⱼ − uᵢ) and Σⱼ Aᵢⱼ (uⱼ − uᵢ)². Seats, wings and
+    legs have many points at nearly one height, which layers that see x itself are slow to resolve.
+    u² is large where w is small: LEAST keeps what float32 rounds off to about a hundredth of what
+    is seen.
     """
 
     WIDTHS, LEAST = (2.0, 6.0), 0.006  # w = width · (noise + least)
@@ -160,10 +162,11 @@ class FineView(nn.Module):
 class CellView(nn.Module):
     """What a grid tells of the noise if no two points share a cell, as with pixels.
 
-    A point x of the data has moved to y = x + σ z. If r_c is the probability of cell c given y,
-    that given all is q_c ∝ r_c Π (1 − r_c of the others). A point sees (y − E[x])/σ under r and
-    under q: its guess of z if all cells were as likely. Both fade before noise reaches further than
-    the next cell.
+    A point x of the data has moved to x_s = (1 − s) x + s z, so y = x_s / (1 − s) is x + σ z with
+    σ = s / (1 − s). If r_c is the probability of cell c given y, that given all is
+    q_c ∝ r_c Π (1 − r_c of the others). A point sees (y − E[x])/σ under r and under q: its guess of
+    z if all cells were as likely. Only the 3ᵈ cells around y are looked at, so both fade, by
+    exp(−(4σ)⁴), before σ reaches the size of a cell.
     """
 
     LEAST = 0.01  # noise in cells, added
@@ -225,7 +228,8 @@ class TransformerField(Field):
             raise ValueError(f"layers must be at least 1, not {layers}")
         frequencies = 2.0 ** torch.arange(4) * math.pi
         self.register_buffer("frequencies", frequencies, persistent=False)
-        self.condition = nn.Sequential(nn.Linear(9 + context, width), nn.SiLU())
+        read = 1 + context + 2 * len(frequencies)
+        self.condition = nn.Sequential(nn.Linear(read, width), nn.SiLU())
         self.first = nn.Linear(dim, width)
         self.fine = FineView(dim, width, end) if fine else None
         self.cells = CellView(dim, width, end, cells) if cells else None
