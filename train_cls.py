@@ -150,7 +150,8 @@ def train(args):
     optimizer = training.OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
     steps = data.steps(splits.train, args.batch_size)
     schedule = training.schedule(args.schedule, INTERVALS)
-    run = training.Run(args, world, model, optimizer, schedule, steps, ema=args.ema)
+    settings = {"ema": args.ema, "every": args.every}
+    run = training.Run(args, world, model, optimizer, schedule, steps, **settings)
 
     def batches(epoch, start):
         draw = {"seed": args.seed, "epoch": epoch, "start": start, "workers": 1}
@@ -168,11 +169,10 @@ def train(args):
 
     run.fit(loss, batches, evaluate, best="valid_accuracy")
     metrics = test_metrics(model, splits.test, args.batch_size, world)
-    parameters = sum(p.numel() for p in model.parameters())
     if world.rank == 0:
         draw_curves(Path(args.out), args.model)
         draw_confusion(Path(args.out) / "confusion.png", metrics, args.model)
-    return run.finish(metrics, parameters=parameters, test_sets=len(splits.test))
+    return run.finish(metrics, test_sets=len(splits.test))
 
 
 def draw_curves(out, title):
@@ -224,15 +224,13 @@ def evaluate_only(args):
 def main(argv=None):
     """The results, also printed: of one run, of --runs, or of --evaluate."""
     args = parse(argv)
-    if args.evaluate:
-        results = evaluate_only(args)
+    if args.runs > 1:
+        results = train_several(args)
+        found = f"{results['mean']:.4f} ± {results['std']:.4f}, {args.runs} runs"
     else:
-        results = train(args) if args.runs == 1 else train_several(args)
-    if args.runs > 1 and not args.evaluate:
-        line = f"test accuracy {results['mean']:.4f} ± {results['std']:.4f}, {args.runs} runs"
-    else:
-        line = f"test accuracy {results['test']['accuracy']:.4f}"
-    training.say(line)
+        results = evaluate_only(args) if args.evaluate else train(args)
+        found = f"{results['test']['accuracy']:.4f}"
+    training.say(f"test accuracy {found}")
     return results
 
 

@@ -70,13 +70,13 @@ ONLY_WITH = {  # options that would otherwise do nothing
 }
 TRAINING = (
     "objective", "finetune", "gradient", "method", "steps", "coupling", "finest", "spare", "clip",
-    "every",
 )  # fmt: skip
 MODEL_OPTIONS = ("blocks", "hidden", "heads", "field", "time", "fine", "cells")
 
 
 def parse(argv=None):
-    parser = training.options("Model the density of sets.", "flow", epochs=1000, batch_size=128)
+    usual = {"epochs": 1000, "batch_size": 128, "every": 250}
+    parser = training.options("Model the density of sets.", "flow", **usual)
     add, number = parser.add_argument, training.number
     help = "of the sets: 50 on mnist and 512 on modelnet if None, as in the paper"
     add("--points", type=number(int, 1), help=help)
@@ -86,7 +86,7 @@ def parse(argv=None):
         "--objective", choices=choices, default="likelihood", help="what training maximises or fits"
     )
     help = "start from the best weights of a RUN, whose data and model, and for matching"
-    help += " --coupling, --finest and --spare, are then the defaults"
+    help += " --coupling, --finest and --spare, are then the defaults; units of data stay RUN's"
     add("--finetune", metavar="RUN", help=help)
     add("--field", choices=FIELDS, default="attention", help="of each block")
     add("--blocks", type=number(int, 1), default=12, help="in the chain")
@@ -115,11 +115,12 @@ def parse(argv=None):
     help += " noisy one: far less noise in training. For ModelNet (1536 of 2048) and built-in sets"
     add("--spare", type=number(int, 0), default=0, metavar="K", help=help)
     add("--clip", type=number(float, 1e-9), help="largest norm of a gradient; None: any")
-    add("--every", type=number(int, 1), default=250, help="steps from one evaluation to the next")
     help = "sets of the test split that are read at the end; None: all"
     add("--test-sets", type=number(int, 2), help=help)
     add("--load", metavar="RUN", help="a run directory, for --sample or --evaluate")
     add("--sample", type=number(int, 1), metavar="K", help="draw K sets from --load RUN")
+    help = "with --sample: also draw how the first five come from noise"
+    add("--path", action="store_true", help=help)
     add("--evaluate", action="store_true", help="only test the best weights of --load RUN")
     args = parser.parse_args(argv)
     return check(parser, args, argv)
@@ -127,27 +128,33 @@ def parse(argv=None):
 
 def check(parser, args, argv):
     """Options that go together, and those that come from another run."""
+    usual = {name: parser.get_default(name) for name in ONLY_WITH}
     wants = bool(args.sample) + args.evaluate
     if bool(args.load) != (wants == 1):
         parser.error("--load RUN goes with either --sample K or --evaluate")
     if args.finetune and args.load:
         parser.error("--finetune RUN trains: leave out --load")
+    if args.path and not args.sample:
+        parser.error("--path goes with --sample K")
     if args.load:
         args = training.parse_finished(args.load, parser, argv, TRAINING)
+        training.refuse(parser, args, MODEL_OPTIONS, "is not that of the model in --load RUN")
     elif args.finetune:
         names = (*MODEL_OPTIONS, "data", "category", "points", "seed")
         names += ("coupling", "finest", "spare") if args.objective == "matching" else ()
         args = training.parse_as_in(args.finetune, parser, argv, names)
+        fixed = ("heads", "cells") if parser.get_default("cells") else ("heads",)
+        training.refuse(parser, args, fixed, "is not that of the model in --finetune RUN")
     for name, (other, *values) in ONLY_WITH.items():
-        if getattr(args, name) != parser.get_default(name) and getattr(args, other) not in values:
+        if getattr(args, name) != usual[name] and getattr(args, other) not in values:
             values = " or ".join(value for value in values if value)
             parser.error(f"argument --{name}: only with --{other} {values}")
     if args.sample:
         names = ("data", "category", "batch_size", "test_sets")
         training.refuse(parser, args, names, "is for sets of data, which --sample does not read")
         training.refuse(parser, args, ("trace", "probes"), "is for densities, not for --sample")
-    untrained = args.load or args.objective == "matching"
-    if untrained and args.field != "transformer" and not args.trace:
+    only_tested = args.load or args.objective == "matching"  # training reads no trace
+    if only_tested and args.field != "transformer" and not args.trace:
         training.refuse(parser, args, ("probes",), "would not be read: the test's trace is exact")
     if args.field != "deepsets" and args.hidden[-1] % args.heads:
         parser.error(f"argument --heads: {args.heads} does not divide {args.hidden[-1]}")
@@ -160,7 +167,8 @@ def check(parser, args, argv):
 
 
 def load_sets(args):
-    how = {"category": args.category, "points": args.points, "spare": args.spare}
+    how = {"category": args.category, "points": args.points}
+    how["spare"] = 0 if args.load else args.spare  # only training reads them
     return data.load(args.data, args.root, seed=args.seed, **how)
 
 
@@ -170,16 +178,15 @@ def make_model(args, dim):
     if args.method != "dopri5":
         solver["options"] = {"step_size": 0.5 / args.steps}
     flow = {"gradient": args.gradient, "trace": args.trace or "hutchinson", "probes": args.probes}
-    flow |= {"fine": args.fine, "cells": args.cells}
-    sizes = (args.blocks, args.hidden, args.heads, args.field, args.time)
+    flow |= {name: getattr(args, name) for name in MODEL_OPTIONS}
     try:
-        return SetFlow(dim, *sizes, t1=0.5, **flow, **solver)
+        return SetFlow(dim, t1=0.5, **flow, **solver)
     except ValueError as e:  # a width that is too small for its heads
         raise training.UsageError(f"--hidden: {e}") from None
 
 
 def judge(args, model, tolerance=0.0):
-    """The same model with the trace of an evaluation, by dopri5 at a tolerance that is no tighter.
+    """A copy for evaluations: --trace, or exact where that is cheap; dopri5, not below `tolerance`.
 
     Fixed steps have errors of their own, which training through them could exploit.
     """
@@ -197,14 +204,14 @@ def read_run(args):
     if "mean" not in state.get("model", ()):
         raise training.UsageError(f"{path}: of another model, not of a set flow")
     model = make_model(args, len(state["model"]["mean"]))
-    training.load_weights(model, state, path)
+    training.load_weights(model, state["model"], path)
     return model.eval()
 
 
-def check_memory(args, world, points, sets=1, whole=0, *, training_too=False, pairs=False):
+def check_memory(args, world, dim, points, sets=1, whole=0, *, training_too=False, pairs=False):
     """About what so many points take at once; pairs: the exact trace of attention.
 
-    whole: of an output while it is made. Backpropagation keeps about 20 evaluations by dopri5.
+    whole: numbers of the output, beside them. Backpropagation keeps 20 evaluations by dopri5.
     """
     kept = 12 * max(args.hidden)  # numbers per point
     if training_too:
@@ -212,7 +219,8 @@ def check_memory(args, world, points, sets=1, whole=0, *, training_too=False, pa
     if training_too and args.objective == "likelihood" and args.gradient == "backprop":
         evaluations = 20 if args.method == "dopri5" else len(METHODS[args.method].b) * args.steps
         kept = max(kept, 2.5 * sum(args.hidden) * args.blocks * evaluations)
-    need = 4 * (whole + sets * points * kept + 8 * pairs * points**2)
+    cells = 4 * (args.cells + 4) ** dim if args.cells else 0  # a CellView's table
+    need = 4 * (whole + sets * (points * kept + cells) + 8 * pairs * points**2)
     training.check_memory(need, world, f"{sets} sets of {points} points at once")
 
 
@@ -273,7 +281,7 @@ def train(args):
         return results
     splits = load_sets(args)
     sets, points = args.batch_size // world.size, data.span(splits.train.points)[1]
-    check_memory(args, world, points, sets, training_too=True)
+    check_memory(args, world, splits.train.dim, points, sets, training_too=True)
     training.seed(args.seed)
     model = make_model(args, splits.train.dim).to(world.device)
     start(args, model, splits.train)
@@ -331,14 +339,12 @@ def measure(args, model, test, world):
 def finish(args, run, model, test):
     """Pictures, then the test, which takes longer, and results.json, which marks the end."""
     if run.world.rank == 0:
-        out, points = Path(args.out), data.span(test.points)[1]
+        out, twin = Path(args.out), judge(args, model)
         draw_curves(out)
-        real = test.some(9)
-        real, twin = real.draw(np.arange(len(real)))[0], judge(args, model)
-        draw_samples(out / "samples.png", draw_sets(twin, 18, points, args.seed), real)
-        draw_path(out, twin, points, args.seed)
+        draw_beside(out / "samples.png", twin, test, args.seed)
+        draw_path(out / "path", twin, data.span(test.points)[1], args.seed)
     results = measure(args, model, test, run.world)
-    return run.finish(results, parameters=sum(p.numel() for p in model.parameters()))
+    return run.finish(results)
 
 
 # ---------------------------------------------------------------------------------- pictures
@@ -361,6 +367,13 @@ def draw_samples(path, samples, real=None):
     pictures.write_png(path, grid)
 
 
+def draw_beside(path, model, test, seed):
+    """Nine real sets, and samples of as many points beneath."""
+    real = test.some(9)
+    samples = draw_sets(model, 18, data.span(test.points)[1], seed)
+    draw_samples(path, samples, real.draw(np.arange(len(real)))[0])
+
+
 @torch.no_grad()
 def paths(model, z, frames):
     """Where points are on the way from noise to data: `(frames, ...)`, in the units of data."""
@@ -376,18 +389,18 @@ def paths(model, z, frames):
     return torch.stack([model.leave(z) for z in at])
 
 
-def draw_path(out, model, points, seed, sets=5):
-    """path.png, sets on their way from noise to data, and path-moving.png, the same in motion."""
+def draw_path(name, model, points, seed, sets=5):
+    """name.png, sets on their way from noise to data, and name-moving.png, the same in motion."""
     z = draw_base(model, sets, points, seed)
     at = paths(model, z, 25).cpu().numpy()  # (frames, sets, n, d)
     rows = [list(at[::3, i]) for i in range(sets)]
     names = [f"{k / 8:.2f}" for k in range(9)]
     grid = pictures.point_grid(rows, names, title="from noise to data, over time")
-    pictures.write_png(out / "path.png", grid)
+    pictures.write_png(f"{name}.png", grid)
     limits = (float(at[0].min()), float(at[0].max()))
     frames = [pictures.point_grid([list(row)], limits=limits, cell=160) for row in at]
     hold = [frames[0]] * 4 + frames + [frames[-1]] * 12
-    pictures.write_apng(out / "path-moving.png", hold, 0.08)
+    pictures.write_apng(f"{name}-moving.png", hold, 0.08)
 
 
 # -------------------------------------------------------------------------- from a finished run
@@ -397,7 +410,8 @@ def sample(args):
     model.to(world.device)
     args.points = args.points or data.POINTS["mnist" if model.dim == 2 else "modelnet"]["flow"]
     sets = min(args.sample, max(1, PIECE // args.points))
-    check_memory(args, world, args.points, sets, 4 * args.sample * args.points * model.dim)
+    whole = 4 * args.sample * args.points * model.dim
+    check_memory(args, world, model.dim, args.points, sets, whole)
     name = Path(args.out) / f"samples-{args.sample}x{args.points}-seed{args.seed}"
     training.make_folder(args.out)
     begun = time.monotonic()
@@ -406,6 +420,9 @@ def sample(args):
     training.write(Path(f"{name}.npy"), lambda f: np.save(f, sets.numpy()))
     draw_samples(f"{name}.png", sets[:27])
     training.say(f"{name}.npy and .png: {seconds:.3g} s per set")
+    if args.path:
+        draw_path(f"{name}-path", model, args.points, args.seed, min(args.sample, 5))
+        training.say(f"{name}-path.png and -path-moving.png: from noise to data")
     return {"samples": sets, "seconds_per_sample": seconds}
 
 
@@ -415,9 +432,12 @@ def evaluate_only(args):
     if test.dim != model.dim:
         raise training.UsageError(f"--load {args.load}: a model of {model.dim}-D, not {test.dim}-D")
     sets = args.batch_size // world.size
-    check_memory(args, world, data.span(test.points)[1], sets, pairs=True)
+    check_memory(args, world, test.dim, data.span(test.points)[1], sets, pairs=True)
     found = measure(args, model.to(world.device), test, world)
-    return training.write_evaluation(found, args, world)
+    results = training.write_evaluation(found, args, world)
+    if world.rank == 0:
+        draw_beside(Path(args.out) / "evaluation.png", judge(args, model), test, args.seed)
+    return results
 
 
 def main(argv=None):

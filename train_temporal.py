@@ -54,7 +54,7 @@ import torch
 import data
 import pictures
 import training
-from exnode import DECODERS, GRADIENTS, TRACES, SetClassifier, TemporalSetVAE
+from exnode import DECODERS, GRADIENTS, TRACES, SetClassifier, TemporalSetVAE, normal
 from metrics import chamfer
 
 INTERVALS = 2  # of the run, each with half the learning rate of the one before
@@ -62,7 +62,6 @@ HIDDEN = {"concatsquash": [512] * 3, "attention": [128] * 3, "transformer": [128
 DIM, PIECE = 2, 2**15  # of a point; points that are decoded at once
 UNITS = "nats per point, in pixels: log p / n on half a canvas − 2 ln 14; kl in nats per series"
 FREQUENCIES = 96  # of the moments
-EVALUATE_STEPS = 800  # training steps from one evaluation to the next
 MODEL_OPTIONS = ("data", "category", "points", "times", "decoder", "hidden", "latent", "seed")
 TRAINING = (  # options without a meaning for a finished run
     "objective", "random_times", "kl", "coupling", "pieces", "match_times", "moments", "gradient",
@@ -91,7 +90,8 @@ def times(text):
 
 
 def parse(argv=None):
-    parser = training.options("Model sets over time.", "temporal", epochs=100, batch_size=128)
+    usual = {"epochs": 100, "batch_size": 128, "every": 800}
+    parser = training.options("Model sets over time.", "temporal", **usual)
     add, number = parser.add_argument, training.number
     help = "matching trains the decoder without a solver"
     add("--objective", choices=("elbo", "matching"), default="elbo", help=help)
@@ -231,8 +231,7 @@ def check_training_memory(args, world):
 def decode(model, z0, times, points, generator):
     """Eq. 12, 13: sets `(B, T, points, d)` at any times; a point has one y for all times."""
     z = model.latents(z0, torch.tensor(times, dtype=torch.float64))  # (B, T, latent)
-    like = {"device": z.device, "dtype": z.dtype, "generator": generator}
-    y = torch.randn(len(z), 1, points, model.dim, **like).expand(-1, len(times), -1, -1)
+    y = normal((len(z), 1, points, model.dim), z, generator).expand(-1, len(times), -1, -1)
     sets = max(PIECE // points, 1)  # sets are independent given z
     pieces = zip(y.flatten(0, 1).split(sets), z.flatten(0, 1).split(sets))
     x = torch.cat([model.decoder.decode(y, context=z) for y, z in pieces])
@@ -428,7 +427,7 @@ def train(args):
     optimizer = training.OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
     steps = data.steps(splits.train, args.batch_size)
     schedule = training.schedule(args.schedule, INTERVALS)
-    settings = {"ema": args.ema, "every": EVALUATE_STEPS}
+    settings = {"ema": args.ema, "every": args.every}
     run = training.Run(args, world, model, optimizer, schedule, steps, **settings)
     valid = splits.valid.some(args.valid_series)
 
@@ -443,7 +442,7 @@ def train(args):
         draw_samples(Path(args.out), args, model, generator(args, world))
         draw_reconstructions(Path(args.out), args, model, splits.test, generator(args, world))
     metrics = test_metrics(model, splits.test, args, world)
-    return run.finish(metrics, parameters=sum(p.numel() for p in model.parameters()))
+    return run.finish(metrics)
 
 
 # --------------------------------------------------------------------------------------- pictures

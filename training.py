@@ -33,7 +33,6 @@ import math
 import os
 import pickle
 import platform
-import random
 import signal
 import subprocess
 import sys
@@ -50,6 +49,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from muon import Muon
+from sets import normalise
 from solvers import SolverError
 
 try:
@@ -66,9 +66,9 @@ SHOW_SECONDS = (0.5, 30)  # between progress lines: on a terminal, elsewhere
 KEPT = (  # numbers of a Run that its checkpoint holds
     "step", "evaluated", "best", "losses", "plan", "evaluating", "logged",
 )  # fmt: skip
-PLACE_OPTIONS = (  # may differ between runs that compute the same
+PLACE_OPTIONS = (  # where, and what is done beside training: may change when a run goes on
     "out", "root", "resume", "cuda", "every", "load", "evaluate", "last", "runs", "sample",
-    "reconstruct", "at",
+    "path", "reconstruct", "at",
 )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def widths(text):
     return [number(int, 1)(part) for part in text.split(",")]
 
 
-def options(description, name, epochs, batch_size):
+def options(description, name, epochs, batch_size, every=None):
     """A parser with the options that all experiments share."""
     parser = Parser(
         description=description,
@@ -123,7 +123,8 @@ def options(description, name, epochs, batch_size):
     add("--cuda", action="store_true", help="train on a GPU")
     add("--out", default=f"runs/{name}", help="run directory")
     add("--resume", action="store_true", help="go on with the run in --out, or start it")
-    add("--seed", type=number(int, 0), default=0, help="of weights, order, draws and held-out sets")
+    help = "of weights, order, draws and held-out sets"
+    add("--seed", type=number(int, 0, below=2**63), default=0, help=help)
     add("--epochs", type=number(int, 1), default=epochs, help="passes over the training sets")
     help = "train this long instead of --epochs; the schedule fits; None: --epochs counts"
     add("--minutes", type=number(float, 0.01), help=help)
@@ -135,6 +136,8 @@ def options(description, name, epochs, batch_size):
     add("--schedule", choices=SCHEDULES, default="halve", help="of the learning rate")
     help = "decay of averaged weights, or 0 for none"
     add("--ema", type=number(float, 0, below=1), default=0.0, help=help)
+    help = "steps from one evaluation to the next; None: an epoch"
+    add("--every", type=number(int, 1), default=every, help=help)
     return parser
 
 
@@ -143,15 +146,27 @@ def parse_as_in(run, parser, argv, names=None):
     config = read_config(run)
     if unknown := sorted(config.keys() - vars(parser.parse_args(argv)).keys()):
         raise UsageError(f"{run}: a run of another script; this one has no {', '.join(unknown)}")
-    parser.set_defaults(**{k: v for k, v in config.items() if names is None or k in names})
+    config = {k: v for k, v in config.items() if names is None or k in names}
+    if none := [k for k, v in config.items() if v is None and parser.get_default(k) is not None]:
+        raise UsageError(f"{run}/config.json: no value for {', '.join(none)}")
+    parser.set_defaults(**{k: as_typed(v) for k, v in config.items()})
+    read = parser.parse_args([])  # by the types of the options, as if typed
+    parser.set_defaults(**{k: getattr(read, k) for k in config})
     return parser.parse_args(argv)
+
+
+def as_typed(value):
+    """An option's value as on the command line; yes, no and none have no text there."""
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return value if value is None or isinstance(value, bool) else str(value)
 
 
 def parse_finished(run, parser, argv, more=()):
     """The options of a finished run, but for what argv says; --out is the run."""
     parser.set_defaults(out=run)
     args = parse_as_in(run, parser, argv)
-    names = ("resume", "epochs", "minutes", "optimizer", "lr", "schedule", "ema", *more)
+    names = ("resume", "epochs", "minutes", "optimizer", "lr", "schedule", "ema", "every", *more)
     refuse(parser, args, names, "is for training, not for --load")
     return args
 
@@ -199,8 +214,9 @@ def keep_memory():
     """Let glibc keep what is freed: to have the system clear it again takes a sixth of a step."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
-        for option, value in ((-4, 0), (-1, -1), (-2, 2**26)):  # M_MMAP_MAX, M_TRIM_THRESHOLD,
-            mallopt(option, value)  # M_TOP_PAD: no pieces of their own, nothing back, 64 MB more
+        mallopt(-4, 0)  # M_MMAP_MAX: no block is mapped, and unmapped, by itself
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: nothing goes back to the system
+        mallopt(-2, 2**26)  # M_TOP_PAD: ask for 64 MB at a time
 
 
 def command(main, usage=()):
@@ -305,18 +321,7 @@ def synchronise(model):
         if not norm.training:
             return type(norm).forward(norm, x, *mask)
         assert x.shape[-1] == norm.num_features
-        there = mask[0] if mask and mask[0] is not None else x.new_ones(x.shape[:-1])
-        there = there.flatten()[:, None].to(x.dtype)
-        h = x.flatten(0, -2)  # (points of all sets, width)
-        n = AllSum.apply(there.sum())
-        mean = AllSum.apply((there * h).sum(0)) / n
-        var = AllSum.apply((there * (h - mean) ** 2).sum(0)) / n
-        with torch.no_grad():
-            norm.num_batches_tracked += 1
-            norm.running_mean.lerp_(mean, norm.momentum)
-            norm.running_var.lerp_(var * n / (n - 1).clamp(min=1), norm.momentum)
-        h = (h - mean) * torch.rsqrt(var + norm.eps) * norm.weight + norm.bias
-        return h.view_as(x)
+        return normalise(norm, x, *mask, total=AllSum.apply)
 
     for module in model.modules():
         if isinstance(module, nn.BatchNorm1d):
@@ -325,28 +330,16 @@ def synchronise(model):
 
 # ------------------------------------------------------------------------------------ randomness
 def seed(number, rank=0):
-    """Seed every global stream of random numbers."""
-    number = (number + 7919 * rank) % 2**32
-    random.seed(number)
-    np.random.seed(number)  # noqa: NPY002  a user's loss may draw from it
-    torch.manual_seed(number)
+    """Seed torch, the only global stream of random numbers that is used."""
+    torch.manual_seed((number + 7919 * rank) % 2**32)
 
 
 def random_states():
-    name, keys, *rest = np.random.get_state()  # noqa: NPY002
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    numpy = (name, keys.tolist(), *rest)
-    return {
-        "python": random.getstate(),
-        "numpy": numpy,
-        "torch": torch.get_rng_state(),
-        "cuda": cuda,
-    }
+    return {"torch": torch.get_rng_state(), "cuda": cuda}
 
 
 def restore_random_states(states):
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])  # noqa: NPY002
     torch.set_rng_state(states["torch"])
     if states["cuda"] is not None and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(states["cuda"])
@@ -413,10 +406,10 @@ def read_checkpoint(path):
     return state
 
 
-def load_weights(model, state, path):
+def load_weights(model, weights, path):
     try:
-        model.load_state_dict(state["model"])
-    except (RuntimeError, KeyError) as e:
+        model.load_state_dict(weights)
+    except (RuntimeError, TypeError) as e:
         why = " ".join(line.strip() for line in str(e).splitlines()[:2])
         raise UsageError(f"{path}: of another model ({why})") from None
 
@@ -427,14 +420,14 @@ def load_best(model, run, new=()):
     state = read_checkpoint(path).get("model", {})
     kept = {k: v for k, v in state.items() if not k.startswith(tuple(new))}
     mine = {k: v for k, v in model.state_dict().items() if k.startswith(tuple(new))}
-    load_weights(model, {"model": kept | mine}, path)
+    load_weights(model, kept | mine, path)
 
 
 def load_last(model, run):
     """The weights at the end of a run, averaged if it averages them."""
     path = Path(run) / "last.pt"
     state = read_checkpoint(path)
-    load_weights(model, {"model": state.get("average") or state.get("model")}, path)
+    load_weights(model, state.get("average") or state.get("model"), path)
 
 
 def configuration(args):
@@ -757,7 +750,7 @@ class Run:
 
     def restore(self, state):
         path = self.out / "last.pt"
-        load_weights(self.model, state, path)
+        load_weights(self.model, state.get("model"), path)
         try:
             for name in KEPT:
                 setattr(self, name, state[name])
@@ -776,8 +769,10 @@ class Run:
 
     def finish(self, test, **more):
         """Write and return results.json."""
-        results = {"test": test, **more, "best": self.best, "steps": self.step}
-        results |= {"epochs": self.step / self.steps, "seconds": round(self.clock, 1)}
+        parameters = sum(p.numel() for p in self.model.parameters())
+        results = {"test": test, "parameters": parameters, **more, "best": self.best}
+        results |= {"steps": self.step, "epochs": self.step / self.steps}
+        results["seconds"] = round(self.clock, 1)
         return write_results(self.out / "results.json", results, self.args, self.world)
 
 

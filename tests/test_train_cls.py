@@ -270,4 +270,4 @@ def test_a_second_run_into_the_same_directory_is_refused(whole, capsys):
 
 
 def test_help_names_every_option_with_its_default(capsys):
-    check_help(train_cls, capsys, 25)
+    check_help(train_cls, capsys, 26)

@@ -121,7 +121,9 @@ def test_samples_of_a_run_depend_on_the_seed_only_and_may_have_more_points(runs,
     assert (out / "samples-3x40-seed0.png").read_bytes().startswith(b"\x89PNG")
     run_here(capsys, *options)
     np.testing.assert_array_equal(np.load(out / "samples-3x40-seed0.npy"), first)
-    run_here(capsys, *options, "--seed", "1")
+    run_here(capsys, *options, "--seed", "1", "--path")
+    for name in ("path", "path-moving"):
+        assert (out / f"samples-3x40-seed1-{name}.png").read_bytes().startswith(b"\x89PNG")
     assert np.abs(np.load(out / "samples-3x40-seed1.npy") - first).max() > 0.01
     for path in out.glob("samples-*"):
         path.unlink()
@@ -184,6 +186,8 @@ def test_spare_points_of_shapes_leave_less_to_explain(tmp_path):
         losses.append(lines(out)[1]["loss"])
         assert results["test"]["sets"] == 2
     assert losses[1] < 0.8 * losses[0]
+    splits = train_flow.load_sets(train_flow.parse(["--load", str(out), "--evaluate"]))
+    assert splits.train.draw(np.arange(2))[0].shape == (2, 20, 3)  # an evaluation spares none
 
 
 def test_sampling_in_pieces_gives_the_same_sets(runs, monkeypatch):
@@ -217,20 +221,38 @@ def test_paths_lead_from_the_noise_to_the_samples(runs):
     )
 
 
+def copy_of(folder, config):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
     out, _ = runs["matching"]
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_bytes((out / "config.json").read_bytes())
     (broken / "best.pt").write_bytes((out / "best.pt").read_bytes()[:1000])
+    config = json.loads((out / "config.json").read_text())
+    spare = copy_of(tmp_path / "spare", config | {"spare": 9, "coupling": "none"})
+    damaged = {"heads": 0, "hidden": None, "tolerance": -1.0, "blocks": [], "seed": "x"}
+    damaged = {k: copy_of(tmp_path / k, config | {k: v}) for k, v in damaged.items()}
+    large = ("--field", "transformer", "--blocks", "1", "--objective", "matching", "--cells", 10**6)
     cases = {
+        **{("--load", path, "--sample", "3"): name for name, path in damaged.items()},
+        (*large, "--out", tmp_path / "l"): "GiB",
         **({} if torch.cuda.is_available() else {("--cuda", "--out", tmp_path / "c"): "no GPU"}),
         ("--sample", "3"): "--load RUN",
         ("--load", out): "--load RUN goes with",
         ("--load", out, "--sample", "3", "--evaluate"): "goes with either",
         ("--load", tmp_path / "nowhere", "--sample", "3"): "nowhere",
         ("--load", broken, "--sample", "3"): "damaged",
-        ("--load", out, "--sample", "3", "--blocks", "3"): "another model",
+        ("--load", out, "--sample", "3", "--blocks", "3"): "--blocks is not that of the model",
+        ("--load", out, "--sample", "3", "--heads", "4"): "--heads is not that of the model",
+        ("--load", out, "--evaluate", "--path"): "--path goes with --sample",
+        ("--finetune", out, "--heads", "4"): "--heads is not that of the model",
+        ("--finetune", spare, "--objective", "matching", "--coupling", "swaps"): "only with --coup",
+        ("--seed", 2**64): "--seed",
         ("--load", out, "--sample", "1", "--points", 10**9): "GiB",
         ("--load", out, "--sample", 10**9, "--points", "5"): "GiB",
         ("--load", out, "--evaluate", "--category", "shapes"): "2-D",
@@ -288,4 +310,4 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
 
 
 def test_help_names_every_option_with_its_default(capsys):
-    check_help(train_flow, capsys, 39)
+    check_help(train_flow, capsys, 40)

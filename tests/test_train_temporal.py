@@ -650,4 +650,4 @@ def test_a_decoder_that_attends_can_be_evaluated_and_trained_by_either_objective
 
 
 def test_help_names_every_option_with_its_default(capsys):
-    check_help(train_temporal, capsys, 37)
+    check_help(train_temporal, capsys, 38)
