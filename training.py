@@ -538,6 +538,7 @@ class Run:
         self.probe = None  # (step, seconds without evaluations) at the last plan
         self.paused = 0.0  # seconds of evaluations in this process
         self.clock, self.stop = 0.0, False  # seconds of training so far, agreed by all processes
+        self.commits = [commit()]  # one, or several where a run went on with changed code
         if world.size > 1:
             synchronise(model)
             seed(args.seed, world.rank)
@@ -741,7 +742,7 @@ class Run:
     def save(self):
         """last.pt: all that the rest of the run depends on."""
         self.saved = self.clock
-        state = {name: getattr(self, name) for name in (*KEPT, "average")}
+        state = {name: getattr(self, name) for name in (*KEPT, "average", "commits")}
         state |= {"format": FORMAT, "epoch": self.step // self.steps, "clock": self.seconds}
         state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         state["random"] = self.world.gather(random_states())
@@ -755,6 +756,7 @@ class Run:
             for name in KEPT:
                 setattr(self, name, state[name])
             self.clock = state["clock"]
+            self.commits = list(dict.fromkeys([*state.get("commits", ()), *self.commits]))
             self.optimizer.load_state_dict(state["optimizer"])
             if self.average:
                 blend(self.average, state["average"], 1.0)
@@ -773,13 +775,15 @@ class Run:
         results = {"test": test, "parameters": parameters, **more, "best": self.best}
         results |= {"steps": self.step, "epochs": self.step / self.steps}
         results["seconds"] = round(self.clock, 1)
+        results["commit"] = ", ".join(filter(None, self.commits)) or None
         return write_results(self.out / "results.json", results, self.args, self.world)
 
 
 def write_results(path, results, args, world):
     """Write and return results with what it takes to repeat them."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    results |= {"config": configuration(args), "seed": args.seed, "commit": commit()}
+    results.setdefault("commit", commit())
+    results |= {"config": configuration(args), "seed": args.seed}
     results |= {"versions": versions | {"numpy": np.__version__}, "command": sys.argv}
     results |= {"device": str(world.device), "processes": world.size}
     if world.rank == 0:

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import data
 from exnode import SetClassifier, SetFlow, base_log_prob
 from solvers import Stats
-from training import number
+from training import keep_memory, number
 
 RIVAL = "torchdiffeq"
 ROUNDING = 1e-6  # nats per point: closer than float32 can tell for a set of 50
@@ -52,10 +52,9 @@ def parse(argv=None):
     add("--repeats", type=count, default=3, help="timed steps per flow; one more is a warm-up")
     add("--blocks", type=count, default=12, help="of the flow")
     add("--tolerance", type=number(float, 0), default=1e-5, help="rtol and atol of dopri5")
-    help = "of the flow: as initialised; after --train-steps of matching; or with the fields' last"
-    help += " layers as initialised, times 4"
-    kinds = ("initial", "trained", "scaled")
-    add("--weights", nargs="+", choices=kinds, default=["initial", "trained"], help=help)
+    help = "of the flow: as initialised, or after --train-steps of matching"
+    kinds = ("initial", "trained")
+    add("--weights", nargs="+", choices=kinds, default=kinds, help=help)
     help = "steps of flow matching on the built-in digits that make the trained weights"
     add("--train-steps", type=count, default=100, help=help)
     help = "sets of the batch on which log-likelihoods and gradients are compared with float64"
@@ -297,9 +296,6 @@ def make_setting(args, weights):
     flow = SetFlow(split.dim, args.blocks)
     if weights == "trained":
         train_by_matching(flow, split, args.train_steps)
-    if weights == "scaled":
-        for block in flow.blocks:
-            block.field.out.weight.data.mul_(4)
     x = next(data.batches(split, args.batch or 128, seed=1)).x
     setting = Setting(args, flow, x, torch.randn(1, *x.shape), {})
     for trace in ("exact", "hutchinson"):
@@ -386,7 +382,6 @@ WEIGHTS = {
     "initial": "Weights as initialised",
     "trained": "Weights after {steps} steps of flow matching (Adam 1e-3, batches of 128) on the"
     " same kind of sets",
-    "scaled": "Weights as initialised, those of every field's last layer times 4",
 }
 
 
@@ -439,6 +434,7 @@ def likelihood(args):
 
 def main(argv=None):
     args = parse(argv)
+    keep_memory()  # as the scripts do, for all contenders
     if args.threads:
         torch.set_num_threads(args.threads)
     for name, part in (("classification", classification), ("likelihood", likelihood)):

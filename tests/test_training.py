@@ -123,13 +123,23 @@ def test_a_killed_run_repeats_what_it_had_done_since_its_last_checkpoint(tmp_pat
     assert equal(contents(tmp_path / "whole/last.pt"), contents(tmp_path / "parts/last.pt"))
 
 
+def test_results_name_every_version_of_the_code_that_a_run_had(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "commit", lambda: "first")
+    run = toy(tmp_path)
+    with pytest.raises(Interrupted):
+        fit(run, signal_at(run, 2))
+    monkeypatch.setattr(training, "commit", lambda: "second")
+    run = fit(toy(tmp_path, resume=True))
+    assert run.finish({})["commit"] == "first, second"
+
+
 def test_the_loss_falls_and_the_best_weights_are_loaded(tmp_path):
     run = fit(toy(tmp_path, epochs=30, ema=0.0))
     table = lines(tmp_path)
     assert sum(line["loss"] for line in table[-10:]) / 10 < 0.5 * table[1]["loss"]
     assert toy_evaluate(run.model)["score"] == run.best == max(line["score"] for line in table)
     assert table[-1]["lr"] == pytest.approx(0.01 * training.cosine(149 / 150))
-    results = run.finish({"score": 1.0}, parameters=2)
+    results = run.finish({"score": 1.0})
     assert results == json.loads((tmp_path / "results.json").read_text())
     wanted = {"test", "config", "seed", "seconds", "commit", "versions", "command", "steps"}
     assert wanted <= results.keys()
