@@ -369,7 +369,8 @@ def exchange(x, spare, x_s, s):
 
     The target z − x is (x_s − x)/s; less this, it has E[x′] in place of x. Each of spare was as
     likely to be drawn for point i, and only the noisy place of i tells which was. So the mean of
-    the target given x_s stays, and its variance falls (Rao and Blackwell).
+    the target given x_s stays, and its variance falls (Rao and Blackwell). One thing is lost where
+    sets are centred by their own points: their mean would tell the mean of the noise.
     """
     s = s[:, None, None].clamp(min=1e-3)  # with less noise a point is only itself
     q, half = x_s * ((1 - s) / s**2), 0.5 * ((1 - s) / s) ** 2
