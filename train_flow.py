@@ -342,7 +342,8 @@ def finish(args, run, model, test):
         out, twin = Path(args.out), judge(args, model)
         draw_curves(out)
         draw_beside(out / "samples.png", twin, test, args.seed)
-        draw_path(out / "path", twin, data.span(test.points)[1], args.seed)
+        z = draw_base(twin, 5, data.span(test.points)[1], args.seed)
+        draw_path(out / "path", twin, z)
     results = measure(args, model, test, run.world)
     return run.finish(results)
 
@@ -389,11 +390,10 @@ def paths(model, z, frames):
     return torch.stack([model.leave(z) for z in at])
 
 
-def draw_path(name, model, points, seed, sets=5):
-    """name.png, sets on their way from noise to data, and name-moving.png, the same in motion."""
-    z = draw_base(model, sets, points, seed)
+def draw_path(name, model, z):
+    """name.png, sets on their way from noise z to data, and name-moving.png, the same in motion."""
     at = paths(model, z, 25).cpu().numpy()  # (frames, sets, n, d)
-    rows = [list(at[::3, i]) for i in range(sets)]
+    rows = [list(at[::3, i]) for i in range(len(z))]
     names = [f"{k / 8:.2f}" for k in range(9)]
     grid = pictures.point_grid(rows, names, title="from noise to data, over time")
     pictures.write_png(f"{name}.png", grid)
@@ -421,7 +421,8 @@ def sample(args):
     draw_samples(f"{name}.png", sets[:27])
     training.say(f"{name}.npy and .png: {seconds:.3g} s per set")
     if args.path:
-        draw_path(f"{name}-path", model, args.points, args.seed, min(args.sample, 5))
+        z = draw_base(model, args.sample, args.points, args.seed)[:5]  # of the first samples
+        draw_path(f"{name}-path", model, z)
         training.say(f"{name}-path.png and -path-moving.png: from noise to data")
     return {"samples": sets, "seconds_per_sample": seconds}
 

@@ -53,8 +53,7 @@ def parse(argv=None):
     add("--blocks", type=count, default=12, help="of the flow")
     add("--tolerance", type=number(float, 0), default=1e-5, help="rtol and atol of dopri5")
     help = "of the flow: as initialised, or after --train-steps of matching"
-    kinds = ("initial", "trained")
-    add("--weights", nargs="+", choices=kinds, default=kinds, help=help)
+    add("--weights", nargs="+", choices=WEIGHTS, default=[*WEIGHTS], help=help)
     help = "steps of flow matching on the built-in digits that make the trained weights"
     add("--train-steps", type=count, default=100, help=help)
     help = "sets of the batch on which log-likelihoods and gradients are compared with float64"
