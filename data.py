@@ -22,12 +22,12 @@ Departures from the paper
   draws them once and carries them along. We follow the text; `resample=False` follows the code.
   The noise there is U[0, 0.2) pixels; ours is U[−0.1, 0.1), so that the series stays centred.
 - The noise of 0.001 is in "raw units", which differ from one copy of ModelNet to the next. Here
-  they are those of a shape of radius 1, whatever it was read from (meshes.py).
+  they are those of a shape of radius 1, whatever it was read from (support/meshes.py).
 - The classifier's sets are prepared like the flow's, noise included, as in the authors' code.
 - Model selection needs data of its own: a tenth of the training sets is held out for it. Training
   shapes identical to a test shape are left out, and twins within the training data stay together;
   twins are told by their stored points, so cached files should hold as many points of every shape.
-- The built-in sets (shapes.py) are ours, so that everything runs without a download.
+- The built-in sets (support/shapes.py) are ours, so that everything runs without a download.
 """
 
 import argparse
@@ -58,9 +58,9 @@ try:
 except ImportError:  # on Windows
     fcntl = None
 
-import meshes
-from meshes import DataError, fingerprint, read_off, say, surface_points  # noqa: F401
-from shapes import ORDER, SOLIDS, TEST, TRAIN, TWINS, VALID, Random, glyphs, solids
+from support import meshes
+from support.meshes import DataError, fingerprint, read_off, say, surface_points  # noqa: F401
+from support.shapes import ORDER, SOLIDS, TEST, TRAIN, TWINS, VALID, Random, glyphs, solids
 
 POINTS = {"mnist": {"flow": 50, "classify": 100, "temporal": 64}}
 POINTS["modelnet"] = {"flow": 512, "classify": 100}  # Sec. 4.2: 100 or 1000

@@ -39,6 +39,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from beyond.transformer import TransformerField
 from sets import (
     AttentionField,
     ConcatSquashField,
@@ -54,7 +55,6 @@ from sets import (
     widths,
 )
 from solvers import odeint, odeint_adjoint, odeint_checkpoint
-from transformer import TransformerField
 
 GRADIENTS = ("backprop", "adjoint", "checkpoint")
 TRACES = ("hutchinson", "exact")

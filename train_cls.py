@@ -32,10 +32,9 @@ import torch
 from torch.nn import functional as F
 
 import data
-import pictures
-import training
 from exnode import SetClassifier
 from sets import DeepSets, SetTransformer
+from support import pictures, training
 
 MODELS = {
     "exnode-deepsets": lambda dim, classes: SetClassifier(dim, classes, field="deepsets"),

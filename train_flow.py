@@ -43,12 +43,10 @@ import numpy as np
 import torch
 
 import data
-import metrics
-import pictures
-import training
 from exnode import GRADIENTS, TRACES, SetFlow
 from sets import count
 from solvers import METHODS, Stats
+from support import metrics, pictures, training
 
 FIELDS = ("attention", "deepsets", "transformer")
 INTERVALS = 10  # of the run, each with half the learning rate of the one before

@@ -52,10 +52,9 @@ import numpy as np
 import torch
 
 import data
-import pictures
-import training
 from exnode import DECODERS, GRADIENTS, TRACES, SetClassifier, TemporalSetVAE, normal
-from metrics import chamfer
+from support import pictures, training
+from support.metrics import chamfer
 
 INTERVALS = 2  # of the run, each with half the learning rate of the one before
 HIDDEN = {"concatsquash": [512] * 3, "attention": [128] * 3, "transformer": [128] * 4}

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import data
 from exnode import SetClassifier, SetFlow, base_log_prob
 from solvers import Stats
-from training import keep_memory, number
+from support.training import keep_memory, number
 
 RIVAL = "torchdiffeq"
 ROUNDING = 1e-6  # nats per point: closer than float32 can tell for a set of 50

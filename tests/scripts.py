@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import data
-import training
+from support import training
 
 ROOT = Path(__file__).parent.parent
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}

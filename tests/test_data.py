@@ -24,8 +24,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import data
-import meshes
 from data import DataError, Random
+from support import meshes
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 REAL = REPOSITORY.parent / "shared" / "data"

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metrics import chamfer, chamfer_matrix, sample_scores
+from support.metrics import chamfer, chamfer_matrix, sample_scores
 
 
 def brute_force(x, y):

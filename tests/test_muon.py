@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muon import LONG, SHORT, Muon, orthogonal
+from beyond.muon import LONG, SHORT, Muon, orthogonal
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.floats(1e-6, 1e6), st.integers(0, 2**31))

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import pictures
-from pictures import COLOURS, GAP, LINE, MARGIN, PANEL, confusion, curves, point_grid, text
+from support import pictures
+from support.pictures import COLOURS, GAP, LINE, MARGIN, PANEL, confusion, curves, point_grid, text
 
 
 def chunks(path):

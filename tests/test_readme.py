@@ -11,7 +11,7 @@ import torch
 import train_cls
 import train_flow
 import train_temporal
-import training
+from support import training
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

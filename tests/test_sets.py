@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from beyond.transformer import TransformerField
 from sets import (
     AttentionField,
     ConcatSquashField,
@@ -23,7 +24,6 @@ from sets import (
     PointNorm,
     SetTransformer,
 )
-from transformer import TransformerField
 
 F32, F64 = torch.float32, torch.float64
 

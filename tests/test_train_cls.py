@@ -12,7 +12,7 @@ from scripts import TWO_PROCESSES, call, check_help, lines, start, stop_early
 
 import data
 import train_cls
-import training
+from support import training
 
 SMALL = ["--model", "deepsets", "--points", "6", "--batch-size", "450", "--epochs", "2"]
 

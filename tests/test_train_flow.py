@@ -10,7 +10,7 @@ from scripts import TWO_PROCESSES, call, check_help, lines, start, stop_early
 
 import data
 import train_flow
-import training
+from support import training
 
 TINY = ["--points", "5", "--blocks", "2", "--hidden", "16,16", "--heads", "2"]
 TINY += ["--time", "--batch-size", "270", "--epochs", "2", "--lr", "2e-2", "--test-sets", "20"]

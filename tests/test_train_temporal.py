@@ -18,10 +18,10 @@ from scripts import TWO_PROCESSES, call, check_help, lines, start
 import data
 import train_cls
 import train_temporal
-import training
 from exnode import TemporalSetVAE
-from metrics import chamfer
-from pictures import COLOURS
+from support import training
+from support.metrics import chamfer
+from support.pictures import COLOURS
 
 TINY = ["--points", "6", "--times", "0,0.5,1", "--category", "1", "--hidden", "32,32"]
 TINY += ["--latent", "2", "--lr", "1e-2", "--valid-series", "16", "--test-series", "16"]

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import nn
 
-import training
-from training import Interrupted, TrainingError, UsageError, World
+from support import training
+from support.training import Interrupted, TrainingError, UsageError, World
 
 STEPS = 5  # per epoch
 ROOT = Path(__file__).parent.parent
@@ -364,7 +364,7 @@ def test_a_machine_that_slows_down_does_not_stretch_the_minutes(tmp_path, monkey
 SCRIPT = """
 import argparse, sys, torch
 sys.path[:0] = [{root!r}, {tests!r}]
-import training
+from support import training
 from sets import PointNorm
 
 class Model(torch.nn.Module):
@@ -437,7 +437,7 @@ def test_two_processes_compute_what_one_does_with_the_same_batch(tmp_path, monke
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
 def test_freed_memory_stays_with_the_process():
     code = (
-        "import resource, torch, training\n"
+        "import resource, torch\nfrom support import training\n"
         "training.keep_memory()\n"
         "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "torch.ones(2**24), torch.ones(2**24)\n"  # 64 MB, or 16,384 pages each

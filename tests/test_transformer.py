@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from test_sets import F64, SEEDS, close, draw_mask
 from torch import nn
 
+from beyond.transformer import CellView, FineView, TransformerField, near
 from sets import attention_weights, split_heads
-from transformer import CellView, FineView, TransformerField, near
 
 
 @given(st.integers(1, 3), st.integers(1, 4), SEEDS)

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from meshes import surface_points
+from support.meshes import surface_points
 
 # ------------------------------------------------------------------------------- randomness
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -48,7 +48,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from muon import Muon
+from beyond.muon import Muon
 from sets import normalise
 from solvers import SolverError
 
@@ -465,7 +465,7 @@ def prepare(args, world):
 @functools.cache
 def commit():
     """The version of this code as the process starts: a commit, + if files have changed since."""
-    git = ("git", "-C", str(Path(__file__).parent))
+    git = ("git", "-C", str(Path(__file__).parent.parent))
     try:
         head = subprocess.check_output([*git, "rev-parse", "HEAD"], stderr=subprocess.DEVNULL)
         changes = subprocess.check_output([*git, "status", "--porcelain", "-uno"])

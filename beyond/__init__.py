@@ -1,0 +1,1 @@
+"""What is ours, not the paper's: faster fields, training by matching, a transformer, Muon."""
