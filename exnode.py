@@ -39,20 +39,18 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from beyond.fast import FastAttentionField, FastDeepSetsField
 from beyond.transformer import TransformerField
 from sets import (
-    AttentionField,
     ConcatSquashField,
-    DeepSetsField,
     PointNorm,
     check_set,
     check_values,
+    check_widths,
     count,
     keep,
     pool_max,
     pool_mean,
-    tanh,
-    widths,
 )
 from solvers import odeint, odeint_adjoint, odeint_checkpoint
 
@@ -166,20 +164,20 @@ class SetClassifier(nn.Module):
         check_values(x, mask)
         x = keep(x, mask)
         for linear, norm in zip(self.expand, self.norms):  # φ
-            x = tanh(norm(linear(x), mask))
+            x = torch.tanh(norm(linear(x), mask))
         v = pool_max(self.block(x, mask), mask).values[..., 0, :]
         return self.head(v)
 
 
 def make_field(name, dim, hidden, heads=4, time=False, context=0, **views):
-    if name == "attention":
-        return AttentionField(dim, hidden, heads, time, context)
+    if name == "attention":  # the fields of sets.py, faster (beyond/fast.py)
+        return FastAttentionField(dim, hidden, heads, time, context)
     if name == "deepsets":
-        return DeepSetsField(dim, hidden, time=time, context=context)
+        return FastDeepSetsField(dim, hidden, time=time, context=context)
     if name == "concatsquash":
         return ConcatSquashField(dim, hidden, context)
     if name == "transformer":
-        hidden = widths(hidden)
+        hidden = check_widths(hidden)
         if len(set(hidden)) > 1:
             raise ValueError(f"hidden must be one width per layer, all equal, not {hidden}")
         return TransformerField(dim, hidden[0], len(hidden), heads, context, **views)

@@ -5,8 +5,8 @@
     FineView            flat parts of shapes, at the scale of the noise
     CellView            points that share no cell of a grid, such as pixels
 
-x is `(..., n, d)`, mask `(..., n)`, context `(..., c)` and t as in `sets.py`. Tangents of h
-`(..., n, w)` are dh `(..., n, p, w)`, p directions for each point.
+x is `(..., n, d)`, mask `(..., n)`, context `(..., c)` and t as in `sets.py`. Tangents of h are
+dh `(p, ..., n, w)`.
 """
 
 import math
@@ -15,16 +15,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sets import AttentionJvp, Field, attend, by_head, check_heads, keep, merge_heads, split_heads
+from beyond.fast import fast_attend_with_tangents
+from sets import Field, attend, check_heads, keep, merge_heads, split_heads
 
 
 def norm_with_tangents(norm, x, dx):
-    """y = (x − μ)/σ and δy = (δx − mean δx − y mean(y δx))/σ, then scaled; δx is `(..., p, w)`."""
+    """y = (x − μ)/σ and δy = (δx − mean δx − y mean(y δx))/σ, both times the norm's weights."""
     x = x - x.mean(-1, keepdim=True)
     scale = torch.rsqrt((x * x).mean(-1, keepdim=True) + norm.eps)
-    y = (x * scale)[..., None, :]
+    y = x * scale
     dx = dx - dx.mean(-1, keepdim=True) - y * (y * dx).mean(-1, keepdim=True)
-    return y[..., 0, :] * norm.weight + norm.bias, dx * (scale * norm.weight)[..., None, :]
+    return y * norm.weight + norm.bias, dx * (scale * norm.weight)
 
 
 def with_square(x):
@@ -83,16 +84,17 @@ class TransformerLayer(nn.Module):
     def with_tangents(self, h, dh, place, dplace, extra, mask=None):
         scale, shift, scale2, shift2 = self.condition(extra).chunk(4, -1)
         y, dy = norm_with_tangents(self.norms[0], h, dh)
-        y, dy = torch.addcmul(shift, y, 1 + scale), dy * (1 + scale)[..., None, :]
+        y, dy = torch.addcmul(shift, y, 1 + scale), dy * (1 + scale)
         q, k, v = (self.qkv(y) + self.near(place)).chunk(3, -1)
         dq, dk, dv = (dy @ self.qkv.weight.T + dplace @ self.near.weight.T).chunk(3, -1)
-        r, dr = by_head(AttentionJvp, self.heads, mask, (q, dq), q, k, v, dq, dk, dv)
-        h, dh = h + self.merge(r), dh + dr @ self.merge.weight.T
+        parts = (split_heads(part, self.heads) for part in (q, k, v, dq, dk, dv))
+        r, dr = fast_attend_with_tangents(*parts, mask)
+        h, dh = h + self.merge(merge_heads(r)), dh + merge_heads(dr) @ self.merge.weight.T
         y, dy = norm_with_tangents(self.norms[1], h, dh)
-        y, dy = torch.addcmul(shift2, y, 1 + scale2), dy * (1 + scale2)[..., None, :]
+        y, dy = torch.addcmul(shift2, y, 1 + scale2), dy * (1 + scale2)
         y, dy = self.widen(y), dy @ self.widen.weight.T
         gate = torch.sigmoid(y)  # silu(y) = y σ(y)
-        dy = dy * (gate + y * gate * (1 - gate))[..., None, :]
+        dy = dy * (gate + y * gate * (1 - gate))
         return h + self.narrow(y * gate), dh + dy @ self.narrow.weight.T
 
 
@@ -145,16 +147,17 @@ class FineView(nn.Module):
         return self.seen(u, *self.means(merge_heads(attend(q, k, k, mask))))
 
     def with_tangents(self, x, dx, t, mask=None):
-        """The value and J dx for tangents dx `(..., n, p, d)`."""
+        """The value and J dx for tangents dx `(p, ..., n, d)`."""
         scales = self.scales(t)
-        u, du = x[..., None, :] * scales, dx[..., None, :] * scales[..., None, :, :]
+        u, du = x[..., None, :] * scales, dx[..., None, :] * scales
         q, k = self.queries_and_keys(u)
-        uu = u[..., None, :, :]
         dq = torch.cat([du, torch.zeros_like(du)], -1).flatten(-2) * math.sqrt(2 * u.shape[-1])
-        dk = torch.cat([du, 2 * uu * du], -1).flatten(-2)
-        r, dr = by_head(AttentionJvp, self.heads, mask, (q, dq), q, k, k, dq, dk, dk)
-        (mean, square), (dmean, dsquare) = self.means(r), self.means(dr)
-        dsquare = dsquare - 2 * (du * (mean - u)[..., None, :, :] + uu * dmean)
+        dk = torch.cat([du, 2 * u * du], -1).flatten(-2)
+        q, k, dq, dk = (split_heads(part, self.heads) for part in (q, k, dq, dk))
+        r, dr = fast_attend_with_tangents(q, k, k, dq, dk, dk, mask)
+        mean, square = self.means(merge_heads(r))
+        dmean, dsquare = self.means(merge_heads(dr))
+        dsquare = dsquare - 2 * (du * (mean - u) + u * dmean)
         dseen = torch.cat([dmean - du, dsquare], -1).flatten(-2)
         return self.seen(u, mean, square), dseen @ self.out.weight.T
 
@@ -203,9 +206,9 @@ class CellView(nn.Module):
         return self.out(self.seen(x, t, mask))
 
     def with_tangents(self, x, dx, t, mask=None):
-        """The value and J dx for tangents dx `(..., n, p, d)`."""
-        pairs = [torch.func.jvp(lambda x: self.seen(x, t, mask), (x,), (e,)) for e in dx.unbind(-2)]
-        return self.out(pairs[0][0]), self.out(torch.stack([dseen for _, dseen in pairs], -2))
+        """The value and J dx for tangents dx `(p, ..., n, d)`."""
+        pairs = [torch.func.jvp(lambda x: self.seen(x, t, mask), (x,), (e,)) for e in dx]
+        return self.out(pairs[0][0]), self.out(torch.stack([dseen for _, dseen in pairs]))
 
 
 def density(u):
@@ -244,7 +247,7 @@ class TransformerField(Field):
         return self.condition(torch.cat([u, extra[..., 1:], waves.sin(), waves.cos()], -1))
 
     def forward(self, t, x, mask=None, context=None):
-        x, extra = self.enter(t, x, mask, context)
+        x, extra = self.inputs(t, x, mask, context)
         place = with_square(x)
         h = self.first(x)
         for view in filter(None, (self.fine, self.cells)):
@@ -255,10 +258,10 @@ class TransformerField(Field):
         return keep(self.out(self.norm(h)), mask)
 
     def value_and_jvp(self, t, x, e, mask=None, context=None):
-        x, extra = self.enter(t, x, mask, context)
-        e = keep(e, mask).movedim(0, -2)
+        x, extra = self.inputs(t, x, mask, context)
+        e = keep(e, mask)
         place = with_square(x)
-        dplace = torch.cat([e, 2 * (e * x[..., None, :]).sum(-1, keepdim=True)], -1)
+        dplace = torch.cat([e, 2 * (e * x).sum(-1, keepdim=True)], -1)
         h, dh = self.first(x), e @ self.first.weight.T
         for view in filter(None, (self.fine, self.cells)):
             seen, dseen = view.with_tangents(x, e, extra[..., :1], mask)
@@ -267,5 +270,4 @@ class TransformerField(Field):
         for layer in self.layers:
             h, dh = layer.with_tangents(h, dh, place, dplace, extra, mask)
         h, dh = norm_with_tangents(self.norm, h, dh)
-        df = (dh @ self.out.weight.T).movedim(-2, 0)
-        return keep(self.out(h), mask), keep(df, mask)
+        return keep(self.out(h), mask), keep(dh @ self.out.weight.T, mask)

@@ -40,7 +40,6 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from types import MethodType
 
 import numpy as np
 import torch
@@ -49,7 +48,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from beyond.muon import Muon
-from sets import normalise
 from solvers import SolverError
 
 try:
@@ -315,17 +313,10 @@ class AllSum(torch.autograd.Function):
 
 
 def synchronise(model):
-    """Let each batch normalisation over the last axis use the statistics of all processes."""
-
-    def forward(norm, x, *mask):
-        if not norm.training:
-            return type(norm).forward(norm, x, *mask)
-        assert x.shape[-1] == norm.num_features
-        return normalise(norm, x, *mask, total=AllSum.apply)
-
+    """Let every PointNorm use the statistics of all processes."""
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm1d):
-            module.forward = MethodType(forward, module)
+        if hasattr(module, "total"):
+            module.total = AllSum.apply
 
 
 # ------------------------------------------------------------------------------------ randomness

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from beyond.fast import FastAttentionField, FastDeepSetsField
 from beyond.transformer import TransformerField
 from sets import (
     AttentionField,
@@ -40,9 +41,9 @@ def looking(field):
 SEEDS = st.integers(0, 2**16)
 GARBAGE = st.sampled_from([1.0, -1e3, 1e30, -1e300])  # whatever may lie in a padded point
 FIELDS = {
-    "max": lambda d, time, c: DeepSetsField(d, (8, 6), "max", time, c),
+    "max": lambda d, time, c: FastDeepSetsField(d, (8, 6), "max", time, c),
     "mean": lambda d, time, c: DeepSetsField(d, 8, "mean", time, c),
-    "attention": lambda d, time, c: AttentionField(d, (8, 7, 6), 2, time, c),
+    "attention": lambda d, time, c: FastAttentionField(d, (8, 7, 6), 2, time, c),
     "concatsquash": lambda d, time, c: ConcatSquashField(d, (8, 6), c),
     "transformer": lambda d, time, c: looking(TransformerField(d, 8, 2, 2, c)),
     "fine": lambda d, time, c: looking(TransformerField(d, 8, 1, 2, c, end=0.5, fine=True)),
