@@ -211,13 +211,9 @@ class Field(nn.Module):
             raise ValueError(f"t must be a number or of shape {batch}, not {tuple(t.shape)}")
 
     def value_and_jvp(
-        self,
-        t: Tensor | float,
-        x: Tensor,
-        e: Tensor,
-        mask: Tensor | None = None,
+        self, t: Tensor | float, x: Tensor, e: Tensor, mask: Tensor | None = None,
         context: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """f and (∂f/∂x) e for tangents e `(p, ..., n, d)`."""
         self.check(t, x, mask, context)
 
@@ -228,12 +224,9 @@ class Field(nn.Module):
             return torch.func.vmap(push, out_dims=(None, 0))(keep(e, mask))
 
     def value_and_trace(
-        self,
-        t: Tensor | float,
-        x: Tensor,
-        mask: Tensor | None = None,
+        self, t: Tensor | float, x: Tensor, mask: Tensor | None = None,
         context: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """f and tr ∂f/∂x per set, from n·d tangents, 64 at a time."""
         self.check(t, x, mask, context)
         n, d = x.shape[-2:]
@@ -263,8 +256,16 @@ class ExactField(Field):
         return dx, je.diagonal(dim1=0, dim2=-1).sum((-2, -1))
 
 
+def tanh_with_tangents(h, dh) -> tuple[Tensor, Tensor]:
+    """y = tanh h and δy = (1 − y²) ⊙ δh."""
+    y = torch.tanh(h)
+    return y, (1 - y * y) * dh
+
+
 class PointNetwork(nn.Module):
     """Linear, tanh, Linear, …, the same for every point; the first layer also sees (t, context)."""
+
+    tanh_with_tangents = staticmethod(tanh_with_tangents)
 
     def __init__(self, dim, hidden, extra=0):
         super().__init__()
@@ -276,6 +277,9 @@ class PointNetwork(nn.Module):
         h = self.layers[0](x)
         return h if extra is None else h + self.extra(extra)
 
+    def first_tangents(self, dx):
+        return dx @ self.layers[0].weight.T
+
     def forward(self, x, extra=None):
         h = self.first(x, extra)
         for layer in self.layers[1:]:
@@ -283,11 +287,11 @@ class PointNetwork(nn.Module):
         return h
 
     def with_tangents(self, x, dx, extra=None):
-        """h and δh: through tanh, δy = (1 − y²) ⊙ δh."""
-        h, dh = self.first(x, extra), dx @ self.layers[0].weight.T
+        """h and δh."""
+        h, dh = self.first(x, extra), self.first_tangents(dx)
         for layer in self.layers[1:]:
-            y = torch.tanh(h)
-            h, dh = layer(y), ((1 - y * y) * dh) @ layer.weight.T
+            y, dy = self.tanh_with_tangents(h, dh)
+            h, dh = layer(y), dy @ layer.weight.T
         return h, dh
 
 
@@ -295,13 +299,9 @@ class DeepSetsField(ExactField):
     """f(x)ᵢ = W (hᵢ − poolⱼ hⱼ) + b,  h = network(x)."""
 
     def __init__(
-        self,
-        dim: int,
-        hidden: int | Sequence[int] = 512,
-        pool: str = "max",
-        time: bool = False,
+        self, dim: int, hidden: int | Sequence[int] = 512, pool: str = "max", time: bool = False,
         context: int = 0,
-    ):
+    ):  # fmt: skip
         super().__init__(dim, time, context)
         if pool not in ("max", "mean"):
             raise ValueError(f"pool must be 'max' or 'mean', not {pool!r}")
@@ -334,20 +334,17 @@ class DeepSetsField(ExactField):
 class AttentionField(ExactField):
     """f(x) = W tanh(q + A v) + b,  A = softmax(q kᵀ / √h), q, k, v = networks of x; in heads."""
 
+    network = PointNetwork
     attend_with_tangents = staticmethod(attend_with_tangents)
 
     def __init__(
-        self,
-        dim: int,
-        hidden: int | Sequence[int] = 128,
-        heads: int = 4,
-        time: bool = False,
+        self, dim: int, hidden: int | Sequence[int] = 128, heads: int = 4, time: bool = False,
         context: int = 0,
-    ):
+    ):  # fmt: skip
         super().__init__(dim, time, context)
         hidden, self.heads = check_widths(hidden), heads
         check_heads(heads, hidden[-1])
-        self.q, self.k, self.v = (PointNetwork(dim, hidden, time + context) for _ in range(3))
+        self.q, self.k, self.v = (self.network(dim, hidden, time + context) for _ in range(3))
         self.out = nn.Linear(hidden[-1], dim)
 
     def forward(self, t, x, mask=None, context=None):
@@ -356,7 +353,7 @@ class AttentionField(ExactField):
         return keep(self.out(torch.tanh(merge_heads(q + attend(q, k, v, mask)))), mask)
 
     def tangents(self, t, x, e, mask=None, context=None, own=False):
-        """f and W ((1 − y²) ⊙ (δq + δr)),  y = tanh(q + r), r = A v."""
+        """f and W δy,  y = tanh(q + r), r = A v."""
         x, extra = self.inputs(t, x, mask, context)
         e = keep(e, mask)
         (q, dq), (k, dk), (v, dv) = (
@@ -364,8 +361,7 @@ class AttentionField(ExactField):
             for net in (self.q, self.k, self.v)
         )
         r, dr = self.attend_with_tangents(q, k, v, dq, dk, dv, mask, own)
-        y = torch.tanh(merge_heads(q + r))
-        dy = (1 - y * y) * merge_heads(dq + dr)
+        y, dy = tanh_with_tangents(merge_heads(q + r), merge_heads(dq + dr))
         return keep(self.out(y), mask), keep(dy @ self.out.weight.T, mask)
 
 
@@ -402,12 +398,12 @@ class ConcatSquashField(ExactField):
         return keep(h, mask)
 
     def tangents(self, t, x, e, mask=None, context=None, own=False):
-        """f and δh ← gate ⊙ W ((1 − y²) ⊙ δh), layer by layer; no point follows another anyway."""
+        """f and δh ← gate ⊙ W δy, layer by layer; no point follows another anyway."""
         x, extra = self.inputs(t, x, mask, context)
         h, dh = self.layers[0](x, extra), self.layers[0].tangents(keep(e, mask), extra)
         for layer in self.layers[1:]:
-            y = torch.tanh(h)
-            h, dh = layer(y, extra), layer.tangents((1 - y * y) * dh, extra)
+            y, dy = tanh_with_tangents(h, dh)
+            h, dh = layer(y, extra), layer.tangents(dy, extra)
         return keep(h, mask), keep(dh, mask)
 
 
@@ -485,14 +481,9 @@ class SetTransformer(nn.Module):
     """Lee et al. (2019): two ISABs of 32 inducing points each, PMA, one layer; with dropout."""
 
     def __init__(
-        self,
-        in_dim: int,
-        classes: int,
-        width: int = 256,
-        heads: int = 4,
-        inducing: int = 32,
+        self, in_dim: int, classes: int, width: int = 256, heads: int = 4, inducing: int = 32,
         dropout: float = 0.5,
-    ):
+    ):  # fmt: skip
         super().__init__()
         check_heads(heads, width)
         self.in_dim = in_dim
