@@ -18,12 +18,16 @@ from torch.utils._pytree import tree_leaves
 from beyond.fast import FastAttentionField, FastDeepSetsField
 from beyond.transformer import TransformerField
 from sets import (
+    ISAB,
+    MAB,
+    PMA,
     AttentionField,
     ConcatSquashField,
     DeepSets,
     DeepSetsField,
     PointNorm,
     SetTransformer,
+    keep,
 )
 
 F32, F64 = torch.float32, torch.float64
@@ -41,10 +45,12 @@ def looking(field):
 SEEDS = st.integers(0, 2**16)
 GARBAGE = st.sampled_from([1.0, -1e3, 1e30, -1e300])  # whatever may lie in a padded point
 FIELDS = {
-    "max": lambda d, time, c: FastDeepSetsField(d, (8, 6), "max", time, c),
+    "max": lambda d, time, c: DeepSetsField(d, (8, 6), "max", time, c),
     "mean": lambda d, time, c: DeepSetsField(d, 8, "mean", time, c),
-    "attention": lambda d, time, c: FastAttentionField(d, (8, 7, 6), 2, time, c),
+    "attention": lambda d, time, c: AttentionField(d, (8, 7, 6), 2, time, c),
     "concatsquash": lambda d, time, c: ConcatSquashField(d, (8, 6), c),
+    "fast max": lambda d, time, c: FastDeepSetsField(d, (8, 6), "max", time, c),
+    "fast attention": lambda d, time, c: FastAttentionField(d, (8, 7, 6), 2, time, c),
     "transformer": lambda d, time, c: looking(TransformerField(d, 8, 2, 2, c)),
     "fine": lambda d, time, c: looking(TransformerField(d, 8, 1, 2, c, end=0.5, fine=True)),
     "cells": lambda d, time, c: looking(TransformerField(d, 8, 2, 2, c, end=9.0, cells=3)),
@@ -135,30 +141,139 @@ def one_by_one(mask):
         yield tuple(index.tolist()), mask[tuple(index.tolist())]
 
 
-# ---------------------------------------------------------------------------- formulas of fields
+# ------------------------------------------------------- formulas, written again from the weights
 
 
-def test_deep_sets_and_attention_fields_are_the_papers_formulas():
-    x, mlp = torch.randn(5, 2, dtype=F64), lambda net, x: net.layers[1](net.layers[0](x).tanh())
-    for pool in ("max", "mean"):
-        field = DeepSetsField(2, (8, 6), pool).double()
-        h = mlp(field.network, x)
-        close(field(0, x), field.out(h - (h.amax(0) if pool == "max" else h.mean(0))))
-    field, r = AttentionField(2, (8, 6), heads=2).double(), []
-    for head in (slice(0, 3), slice(3, 6)):
-        q, k, v = (mlp(net, x)[:, head] for net in (field.q, field.k, field.v))
-        r.append(q + torch.softmax(q @ k.T / math.sqrt(3), -1) @ v)
-    close(field(0, x), field.out(torch.cat(r, -1).tanh()))
+def affine(layer, x):
+    return x @ layer.weight.T + layer.bias
 
 
-def test_concat_squash_has_a_bias_in_its_gate_and_none_in_its_shift():
-    field, x, z = ConcatSquashField(2, (8,), 3).double(), *torch.randn(2, 5, 3, dtype=F64)
-    x, tz, h = x[:, :2], torch.cat([torch.tensor([0.7], dtype=F64), z[0]]), x[:, :2]
+def network(net, x, extra):
+    first, *rest = net.layers
+    h = affine(first, x) + (0 if extra is None else extra @ net.extra.weight.T)
+    for layer in rest:
+        h = affine(layer, torch.tanh(h))
+    return h
+
+
+def attention(q, k, v, heads):
+    """softmax(q kᵀ / √h) v of one set, head by head."""
+    return torch.cat(
+        [
+            torch.softmax(a @ b.T / math.sqrt(a.shape[-1]), -1) @ c
+            for a, b, c in zip(*(x.chunk(heads, -1) for x in (q, k, v)))
+        ],
+        -1,
+    )
+
+
+def with_large_weights(module):
+    """In float64, without dropout, with weights for which every nonlinearity matters."""
+    with torch.no_grad():
+        for p in module.double().eval().parameters():
+            p.normal_(std=0.7)
+    return module
+
+
+def conditions(time, context):
+    """t, a context or None, and what the first layers read of them."""
+    t, z = torch.rand((), dtype=F64), torch.randn(context, dtype=F64)
+    extra = torch.cat([t.view(1)] * time + [z])
+    return t, z if context else None, extra if len(extra) else None
+
+
+@given(SEEDS, st.integers(1, 4), st.booleans(), st.sampled_from([0, 2]))
+def test_deep_sets_field_is_its_formula(seed, n, time, context):
+    torch.manual_seed(seed)
+    x, (t, z, extra) = torch.randn(n, 2, dtype=F64), conditions(time, context)
+    for pool, hidden in (("max", (5,)), ("mean", (8, 7, 6)), ("max", (8, 6))):
+        field = with_large_weights(DeepSetsField(2, hidden, pool, time, context))
+        h = network(field.network, x, extra)
+        expected = affine(field.out, h - (h.amax(0) if pool == "max" else h.sum(0) / n))
+        close(field(t, x, context=z), expected)
+
+
+@given(SEEDS, st.integers(1, 4), st.booleans(), st.sampled_from([0, 2]))
+def test_attention_field_is_its_formula(seed, n, time, context):
+    torch.manual_seed(seed)
+    x, (t, z, extra) = torch.randn(n, 2, dtype=F64), conditions(time, context)
+    for heads, hidden in ((2, (6,)), (3, (8, 7, 6))):
+        field = with_large_weights(AttentionField(2, hidden, heads, time, context))
+        q, k, v = (network(net, x, extra) for net in (field.q, field.k, field.v))
+        expected = affine(field.out, torch.tanh(q + attention(q, k, v, heads)))
+        close(field(t, x, context=z), expected)
+
+
+@given(SEEDS, st.sampled_from([0, 3]))
+def test_concat_squash_field_has_a_bias_in_its_gates_and_none_in_its_shifts(seed, context):
+    torch.manual_seed(seed)
+    field = with_large_weights(ConcatSquashField(2, (8, 7), context))
+    x, (t, z, extra) = torch.randn(5, 2, dtype=F64), conditions(True, context)
+    h = x
     for i, layer in enumerate(field.layers):
         assert layer.shift.bias is None
-        gate = torch.sigmoid(layer.gate.weight @ tz + layer.gate.bias)
-        h = layer.linear(h.tanh() if i else h) * gate + layer.shift.weight @ tz
-    close(field(0.7, x, context=z[0]), h)
+        gate = 1 / (1 + torch.exp(-affine(layer.gate, extra)))
+        h = affine(layer.linear, h.tanh() if i else h) * gate + layer.shift.weight @ extra
+    close(field(t, x, context=z), h)
+
+
+def mab(block, x, y, heads):
+    q = affine(block.q, x)
+    h = q + attention(q, affine(block.k, y), affine(block.v, y), heads)
+    return h + affine(block.out, h).clamp(min=0)
+
+
+def isab(block, x, heads):
+    return mab(block.spread, x, mab(block.gather, block.points, x, heads), heads)
+
+
+def pma(block, x, heads):
+    return mab(block.block, block.seed, x, heads)[0]
+
+
+def deep_sets(model, x):
+    for layer in model.layers:
+        x = torch.tanh(affine(layer, x - x.amax(0)))
+    hidden, last = (layer for layer in model.head if isinstance(layer, nn.Linear))
+    return affine(last, torch.tanh(affine(hidden, x.amax(0))))
+
+
+def set_transformer(model, x, heads):
+    for block in model.blocks:
+        x = isab(block, x, heads)
+    return affine(model.head, pma(model.pool, x, heads))
+
+
+@given(SEEDS, st.integers(1, 5), st.booleans(), GARBAGE)
+def test_baselines_and_their_blocks_are_their_formulas_for_each_set(seed, n, masked, value):
+    torch.manual_seed(seed)
+    x, y = torch.randn(2, 3, 4, dtype=F64), torch.randn(2, n, 4, dtype=F64)
+    mask = draw_mask((2, n)) if masked else torch.ones(2, n, dtype=torch.bool)
+    given = (filled(y, mask, value), mask) if masked else (y,)
+    block = with_large_weights(MAB(4, 4, 6, 3))
+    expected = torch.stack([mab(block, a, b[m], 3) for a, b, m in zip(x, y, mask)])
+    close(block(x, keep(*given) if masked else y, *given[1:]), expected)
+    for make, formula in (
+        (lambda: ISAB(4, 6, 2, 3), lambda model, x: isab(model, x, 2)),
+        (lambda: PMA(4, 2), lambda model, x: pma(model, x, 2)),
+        (lambda: DeepSets(4, 3, 8), deep_sets),
+        (lambda: SetTransformer(4, 3, 8, 4, inducing=5), lambda m, x: set_transformer(m, x, 4)),
+    ):
+        model = with_large_weights(make())
+        whole = isinstance(model, DeepSets | SetTransformer)  # these drop the padding themselves
+        out = model(*(given if whole or not masked else (keep(*given), mask)))
+        for i, here in enumerate(mask):
+            found = out[i][here] if isinstance(model, ISAB) else out[i]
+            close(found, formula(model, y[i, here]), 1e-8)
+
+
+@pytest.mark.parametrize(("make", "size"), [(DeepSets, 208_680), (SetTransformer, 1_148_456)])
+def test_baselines_have_the_papers_number_of_parameters_and_dropout_in_training_only(make, size):
+    model, x = make(3, 40), torch.randn(2, 5, 3)
+    assert sum(p.numel() for p in model.parameters()) == size  # 0.21 M, 1.15 M
+    assert not torch.equal(model(x), model(x))
+    assert {part.p for part in model.modules() if isinstance(part, nn.Dropout)} == {0.5}
+    assert torch.equal(model.eval()(x), model(x))
 
 
 @all_fields
@@ -217,15 +332,18 @@ def test_traces_and_tangents_have_right_gradients_in_x_context_and_every_paramet
         je = case("value_and_jvp", e)[1]
         return torch.stack([x.sum() for x in (case() ** 3, dx**2, trace, trace**2, e * je, je**2)])
 
-    def moved(h):  # as the fast mode of gradcheck does, all inputs along one direction at once
-        with torch.no_grad():
-            return [x.add_(v, alpha=h) for x, v in zip(inputs, direction)] and losses()
+    @torch.no_grad()
+    def losses_after(h):  # all inputs moved along one direction, as gradcheck's fast mode does
+        for x, v in zip(inputs, direction):
+            x.add_(v, alpha=h)
+        return losses()
 
     direction = [torch.randn_like(x) for x in inputs]
     grads = [torch.autograd.grad(x, inputs, retain_graph=True, allow_unused=True) for x in losses()]
     slopes = [sum((g * v).sum() for g, v in zip(gs, direction) if g is not None) for gs in grads]
     step = 1e-6  # short: a maximum that changes hands on the way has no slope
-    close(torch.stack(slopes), (moved(step) - moved(-2 * step)) / (2 * step), 1e-5)
+    difference = losses_after(step) - losses_after(-2 * step)
+    close(torch.stack(slopes), difference / (2 * step), 1e-5)
 
 
 @given(cases(batches=((1,), (3,), (2, 2))), GARBAGE)
@@ -263,24 +381,6 @@ def test_padded_batch_is_its_sets_one_by_one(case):
         close((dx[i][here], je[:, *i][:, here]), alone("value_and_jvp", e[:, *i][:, here]))
 
 
-@pytest.mark.parametrize("n", [300, 750])  # more than fits a cache: sets, then heads, one by one
-def test_attention_that_goes_in_pieces_is_that_of_each_set(n):
-    field, mask, found = build("attention"), torch.zeros(3, n).bool(), []
-    x, e, mask[:, ::9] = torch.randn(3, n, 2, dtype=F64), torch.randn(2, 3, n, 2, dtype=F64), True
-    mask[1, : n // 2] = False
-    for parts in ([(x, mask, e)], [(x[i, m], None, e[:, i, m]) for i, m in enumerate(mask)]):
-        outputs = []
-        for x_, m, e_ in parts:
-            case = Case(field, 0.3, x_, m, None)
-            dx, trace = case("value_and_trace")
-            je = case("value_and_jvp", e_)[1].movedim(0, -1)
-            outputs.append((trace.view(-1), dx if m is None else dx[m], je if m is None else je[m]))
-        outputs = [torch.cat(out) for out in zip(*outputs)]
-        loss = sum(out.pow(2 + i).sum() for i, out in enumerate(outputs))
-        found.append((outputs, torch.autograd.grad(loss, [*field.parameters()])))
-    close(found[1], found[0])
-
-
 @all_fields
 def test_set_without_points_is_a_field_of_zeros(name):
     field, x, mask = (
@@ -307,27 +407,40 @@ def test_lone_point_has_no_deviation_from_its_pool(pool):
     close(trace, torch.zeros(4, dtype=F64))
 
 
-def test_exact_trace_keeps_no_matrix_of_pairs_for_backward():
-    field, n, kept = AttentionField(3, 16, heads=2), 64, {}
-    pack = lambda x: kept.setdefault((x.data_ptr(), x.shape), x)  # noqa: E731
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        field.value_and_trace(0, torch.randn(1, n, 3, requires_grad=True))
-    assert kept
-    assert all(x.shape[-2:] != (n, n) for x in kept.values())
+def norms(n, features=3):
+    """PointNorms with the same weights, not ones and zeros."""
+    ours = PointNorm(features).double()
+    nn.init.normal_(ours.weight), nn.init.normal_(ours.bias)
+    return [copy.deepcopy(ours) for _ in range(n)]
 
 
 @given(SEEDS, st.integers(2, 6), GARBAGE)
 def test_norm_in_training_is_that_of_the_points_that_exist(seed, n, value):
     torch.manual_seed(seed)
-    ours, theirs = PointNorm(3).double(), nn.BatchNorm1d(3).double()
+    (ours,), theirs = norms(1), nn.BatchNorm1d(3).double()
+    theirs.load_state_dict(ours.state_dict())
     for _ in range(2):
         x, mask = torch.randn(2, 3, n, 3, dtype=F64, requires_grad=True), draw_mask((2, 3, n))
-        y, expected = ours(filled(x, mask, min(abs(value), 1e30)), mask)[mask], theirs(x[mask])
+        y, expected = ours(filled(x, mask, value), mask)[mask], theirs(x[mask])
         close(y, expected)
-        close(*(torch.autograd.grad(z.pow(3).sum(), x)[0] for z in (y, expected)), 1e-7)
+        grads = (torch.autograd.grad(z.pow(3).sum(), (x, *m.parameters()))
+                 for z, m in ((y, ours), (expected, theirs)))  # fmt: skip
+        close(*grads, 1e-7)
     close(ours.state_dict(), theirs.state_dict())
+    close(ours.train()(x), theirs.train()(x.view(-1, 3)).view_as(x))
     close(ours.eval()(x, mask)[mask], theirs.eval()(x[mask]))
-    close(ours.train()(x), nn.BatchNorm1d(3).double()(x.view(-1, 3)).view_as(x))
+    close(ours.state_dict(), theirs.state_dict())
+
+
+@given(SEEDS, st.integers(1, 4), st.booleans())
+def test_norm_whose_total_adds_a_second_process_is_that_of_both_batches(seed, n, masked):
+    torch.manual_seed(seed)
+    one, both = norms(2)
+    x, mask = torch.randn(2, n, 3, dtype=F64), draw_mask((2, n)) if masked else None
+    one.total = lambda sums: 2 * sums  # the other process has the same sets
+    twice = (torch.cat([x, x]), torch.cat([mask, mask]) if masked else None)
+    close(keep(one(x, mask), mask), keep(both(*twice)[:2], mask))
+    close(one.state_dict(), both.state_dict())
 
 
 # ------------------------------------------------------------------ devices, precisions, copies
@@ -447,6 +560,8 @@ def test_precision_stays_and_copies_and_saved_states_give_the_same_values(name, 
         ("max", "eager"),
         ("concatsquash", "eager"),
         ("attention", "aot_eager"),
+        ("fast max", "eager"),
+        ("fast attention", "aot_eager"),
         ("transformer", "aot_eager"),
         ("mean", "inductor"),
     ],
