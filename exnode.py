@@ -35,7 +35,6 @@ Departures from the paper:
 """
 
 import math
-import pickle
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -503,7 +502,7 @@ def read_times(t, batch):
         raise ValueError(f"t must be times (T,) or ({batch}, T), not {tuple(t.shape)}")
     if not t.isfinite().all() or not (t.diff() > 0).all():
         raise ValueError(f"t must be finite and strictly increasing, not {t.tolist()}")
-    return t.expand(batch, -1).contiguous()
+    return t.expand(batch, -1).clone()
 
 
 # --------------------------------------------------------------------------------- trained models
@@ -528,11 +527,9 @@ def build(config, dim, classes=None) -> nn.Module:
     if how["method"] != "dopri5":
         how["options"] = {"step_size": 0.5 / config["steps"]}
     if how["field"] == "transformer":  # with views: beyond/transformer.py
-        width, layers = one_width(how["hidden"])
-        more = {"fine": config.get("fine", False), "cells": config.get("cells", 0), "end": 0.5}
-        how["field"] = partial(
-            TransformerField, width=width, layers=layers, heads=how["heads"], **more
-        )
+        views = {name: config.get(name, 0) for name in ("fine", "cells")}
+        shape = dict(zip(("width", "layers"), one_width(how["hidden"])))
+        how["field"] = partial(TransformerField, **shape, heads=how["heads"], end=0.5, **views)
     return SetFlow(dim, t1=0.5, rtol=config["tolerance"], atol=config["tolerance"], **how)
 
 
@@ -543,22 +540,22 @@ def load(run) -> nn.Module:
         raise ValueError(f"{path}: no such file, so {run} holds no trained model")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(state, dict) or state.get("format") != FORMAT:
-            raise ValueError(f"not in the format {FORMAT!r}")
-        config, weights = state["config"], state["model"]
-        name = {"deepsets": "layers.0", "settransformer": "gather.0.k"}.get(config.get("model"))
-        if "model" in config:  # dimensions and classes: what the first and last layer have
-            dim = weights[f"{name or 'expand.0'}.weight"].shape[1]
-        else:
-            dim = len(weights["decoder.mean" if "decoder" in config else "mean"])
-        model = build(config, dim, classes=len([*weights.values()][-1]))
-        # moments are a part of training only: beyond/matching.py
-        weights = {k: v for k, v in weights.items() if not k.startswith("moments.")}
-        model.load_state_dict(weights)
-    except (
-        ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError,
-        TypeError, ValueError, pickle.UnpicklingError,
-    ) as e:  # fmt: skip
+        if state["format"] != FORMAT:
+            raise ValueError(f"in the format {state['format']!r}, not {FORMAT!r}")
+        return restore(state["config"], state["model"]).eval()
+    except Exception as e:  # a file may hold anything
         why = f"{type(e).__name__}: {e}".splitlines()[0][:160]
         raise ValueError(f"{path}: damaged, or not of this program ({why})") from None
-    return model.eval()
+
+
+def restore(config, weights):
+    """The model of a run with its weights, whose shapes tell the dimensions and classes."""
+    if "model" in config:
+        first = {"deepsets": "layers.0", "settransformer": "gather.0.k"}
+        dim = weights[first.get(config["model"], "expand.0") + ".weight"].shape[1]
+    else:
+        dim = len(weights["decoder.mean" if "decoder" in config else "mean"])
+    model = build(config, dim, classes=len([*weights.values()][-1]))
+    # moments are a part of training only: beyond/matching.py
+    model.load_state_dict({k: v for k, v in weights.items() if not k.startswith("moments.")})
+    return model

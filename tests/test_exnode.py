@@ -2,6 +2,8 @@
 
 import copy
 import math
+import os
+import pickle
 from functools import partial
 
 import pytest
@@ -16,25 +18,22 @@ from test_sets import (
     FakeCuda,
     close,
     draw_mask,
-    draw_order,
     fake_cuda,
     filled,
     looking,
     one_by_one,
     same_after_copies,
-    shuffled,
     widened,
 )
 from torch import distributions, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from beyond.matching import (
-    matching_loss,
-    temporal_matching_loss,
-)
+import exnode
+from beyond.matching import Moments, matching_loss, temporal_matching_loss
 from exnode import (
     DECODERS,
     ExNODE,
+    Posterior,
     SetClassifier,
     SetFlow,
     TemporalSetVAE,
@@ -110,13 +109,11 @@ def by_hand(*fields, dim=1, t1=0.5, **how):
 @all_classifiers
 @settings(max_examples=6)
 @given(SEEDS, st.integers(1, 6), GARBAGE)
-def test_classifier_knows_neither_order_nor_padding_of_a_set(name, seed, n, value):
+def test_a_padded_set_has_the_logits_of_its_points(name, seed, n, value):
     torch.manual_seed(seed)
     model, x = CLASSIFIERS[name]().double().eval(), torch.randn(3, n, 2, dtype=F64)
-    mask, order = draw_mask((3, n)), draw_order(x)
-    close(model(shuffled(order, x)), model(x))
+    mask = draw_mask((3, n))
     logits = model(filled(x, mask, value), mask)
-    close(model(shuffled(order, x), shuffled(order, mask, -1)), logits)
     for (i,), here in one_by_one(mask):
         close(model(x[i : i + 1, here]), logits[i : i + 1])
 
@@ -158,18 +155,159 @@ def test_classifier_takes_one_step_of_four_evaluations():
     assert len(calls) == 4
 
 
+# ---------------------------------------------------------- Table 3, written out from the weights
+
+
+def uneven(model):
+    """Every bias, weight and statistic of batch normalisation its own, so that each one counts."""
+    with torch.no_grad():
+        for part in model.modules():
+            if isinstance(part, nn.BatchNorm1d):
+                for x in (part.weight, part.running_var):
+                    x.uniform_(0.5, 2.0)
+                for x in (part.bias, part.running_mean):
+                    x.normal_()
+    return model.double().eval()
+
+
+def fc(layer, x):
+    return x @ layer.weight.T + (0 if layer.bias is None else layer.bias)
+
+
+def bn(norm, x):
+    scaled = (x - norm.running_mean) / (norm.running_var + 1e-5).sqrt()
+    return scaled * norm.weight + norm.bias
+
+
+def rk4_step(f, x, h):
+    k1 = f(0.0, x)
+    k2 = f(h / 2, x + h / 2 * k1)
+    k3 = f(h / 2, x + h / 2 * k2)
+    k4 = f(h, x + h * k3)
+    return x + h / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
+
+
+def network(net, x):
+    """FC tanh FC tanh … FC, for each point."""
+    for i, layer in enumerate(net.layers):
+        x = fc(layer, x.tanh() if i else x)
+    return x
+
+
+def deepsets(field):
+    """f(x) = FC(h − max h)."""
+
+    def f(t, x):
+        h = network(field.network, x)
+        return fc(field.out, h - h.amax(-2, keepdim=True))
+
+    return f
+
+
+def attention(field, heads=4):
+    """f(x) = FC(tanh(q + softmax(q kᵀ / √h) v)), head by head."""
+
+    def f(t, x):
+        parts = [network(net, x).chunk(heads, -1) for net in (field.q, field.k, field.v)]
+        r = [q + (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v for q, k, v in zip(*parts)]
+        return fc(field.out, torch.cat(r, -1).tanh())
+
+    return f
+
+
+@pytest.mark.parametrize(("name", "formula"), [("deepsets", deepsets), ("attention", attention)])
+def test_classifier_is_the_paper_s_formula(name, formula):
+    model, x = uneven(SetClassifier(3, 5, name)), torch.randn(2, 4, 3, dtype=F64)
+    h = x
+    for layer, norm in zip(model.expand, model.norms):
+        h = bn(norm, fc(layer, h)).tanh()
+    v = rk4_step(formula(model.block.field), h, 1.0).amax(-2)
+    first, norm, _, last = model.head
+    close(model(x), fc(last, bn(norm, fc(first, v)).tanh()))
+
+
+def test_set_flow_is_the_paper_s_chain_of_attention_blocks():
+    torch.manual_seed(0)
+    flow, x = SetFlow(2, trace="exact", method="rk4").double(), torch.randn(3, 4, 2, dtype=F64)
+    flow.mean.fill_(0.3), flow.std.copy_(torch.tensor([0.8, 1.7]))
+
+    def chain(x):
+        z = (x - 0.3) / flow.std
+        for block in flow.blocks:
+            z = rk4_step(attention(block.field), z, 0.5)
+        return z
+
+    close(flow.encode(x), chain(x))
+    for one, log_p in zip(x, flow.log_prob(x)):
+        jacobian = torch.autograd.functional.jacobian(chain, one).view(8, 8)
+        base = distributions.Normal(0.0, 1.0).log_prob(chain(one)).sum()
+        close(log_p, base + jacobian.slogdet()[1], 1e-5)
+
+
+def gru(rnn, h, x):
+    """Cho et al. (2014), as torch has its gates."""
+    (a, b, c), (d, e, f) = (
+        (x @ w.T + bias).chunk(3, -1)
+        for x, w, bias in (
+            (x, rnn.weight_ih_l0, rnn.bias_ih_l0),
+            (h, rnn.weight_hh_l0, rnn.bias_hh_l0),
+        )
+    )
+    r, z = (a + d).sigmoid(), (b + e).sigmoid()
+    return (1 - z) * (c + r * f).tanh() + z * h
+
+
+def test_temporal_encoder_is_the_paper_s_formula():
+    vae, (x, t) = uneven(TemporalSetVAE(2, 3, t0=-0.2)), series()
+    h = x
+    for i, (layer, norm) in enumerate(zip(vae.points, vae.norms)):
+        h = bn(norm, fc(layer, h))
+        h = h.relu() if i < 3 else h.amax(-2)  # after the last BN comes the maximum
+    state = torch.zeros(2, 512, dtype=F64)
+    for i, before in ((2, t[1]), (1, t[0]), (0, torch.tensor(-0.2))):
+        gap = (t[i] - before).expand(2, 1)
+        state = gru(vae.rnn, state, torch.cat([h[:, i], gap], -1))
+    readouts = []
+    for readout in (vae.mean, vae.log_std):
+        a, norm, _, b, norm2, _, c = readout
+        readouts.append(fc(c, bn(norm2, fc(b, bn(norm, fc(a, state)).relu())).relu()))
+    close(vae.encode(x, t), Posterior(readouts[0], readouts[1].exp()))
+
+
+def test_latent_ode_and_concat_squash_decoder_are_the_paper_s_formulas():
+    vae, z0 = (
+        uneven(TemporalSetVAE(2, 3, method="rk4", trace="exact")),
+        torch.randn(2, 3, dtype=F64),
+    )
+    layers = [layer for layer in vae.dynamics.network if isinstance(layer, nn.Linear)]
+
+    def latent(t, z):
+        return fc(layers[2], fc(layers[1], fc(layers[0], z).tanh()).tanh())
+
+    z = torch.stack([rk4_step(latent, z0, -0.3), z0, rk4_step(latent, z0, 0.4)], 1)
+    close(vae.latents(z0, [-0.3, 0.0, 0.4]), z)
+
+    def squash(s, x):  # (W x + b) σ(W_g (t, z) + b_g) + W_s (t, z), tanh between
+        tz = torch.cat([torch.full((2, 3, 1), s, dtype=F64), z], -1)[..., None, :]
+        for i, layer in enumerate(vae.decoder.blocks[0].field.layers):
+            x = fc(layer.linear, x.tanh() if i else x) * fc(layer.gate, tz).sigmoid()
+            x = x + fc(layer.shift, tz)
+        return x
+
+    x = torch.randn(2, 3, 4, 2, dtype=F64)
+    close(vae.decoder.encode(x, context=z), rk4_step(squash, x, 1.0))
+
+
 # -------------------------------------------------------------------------------------- likelihoods
 
 
 @settings(max_examples=8)
 @given(SEEDS, ELEMENTARY, st.integers(1, 3), st.integers(1, 2), BATCHES, st.booleans())
-def test_likelihood_is_base_density_plus_log_determinant_whatever_the_order(
-    seed, field, n, dim, batch, masked
-):
+def test_likelihood_is_base_density_plus_log_determinant(seed, field, n, dim, batch, masked):
     how = {"trace": "exact", "context": 2, "time": True, "options": {"step_size": 0.17}}
     flow = make_flow(seed, dim, field=field, scale=1.0, **how)
     x, z = torch.randn(*batch, n, dim, dtype=F64), torch.randn(*batch, 2, dtype=F64)
-    mask, order = draw_mask(x.shape[:-1]) if masked else None, draw_order(x)
+    mask = draw_mask(x.shape[:-1]) if masked else None
     log_prob = flow.log_prob(x, mask, z)
     here = torch.ones(x.shape[:-1]).bool() if mask is None else mask
     for i, points in one_by_one(here) if batch else [((), here)]:
@@ -177,12 +315,6 @@ def test_likelihood_is_base_density_plus_log_determinant_whatever_the_order(
         jacobian = torch.autograd.functional.jacobian(encode, alone).view(alone.numel(), -1)
         base = distributions.Normal(0, 1).log_prob(encode(alone)).sum()
         close(log_prob[i], base + torch.linalg.slogdet(jacobian)[1], 1e-4)
-    e = torch.randn(2, *x.shape, dtype=F64)
-    for noise in (None, e):
-        found = flow.log_prob(x, mask, z, noise=noise)
-        noise = None if noise is None else shuffled(order.expand(2, *order.shape), noise)
-        to = shuffled(order, x), shuffled(order, mask, -1), z
-        close(flow.log_prob(*to, noise=noise), found, 1e-8)
     probes = math.sqrt(n * dim) * basis(x)
     close(flow.log_prob(x, mask, z, noise=probes), log_prob, 1e-8)
 
@@ -321,18 +453,17 @@ def test_a_flow_in_units_of_its_data_is_the_same_flow_of_scaled_data():
 @pytest.mark.parametrize("decoder", DECODERS)
 @settings(max_examples=3)
 @given(SEEDS, st.integers(1, 4), GARBAGE)
-def test_posterior_and_elbo_know_neither_order_nor_padding_of_points(decoder, seed, n, value):
+def test_padding_changes_neither_posterior_nor_elbo(decoder, seed, n, value):
     vae, (x, t), found = make_vae(seed, decoder=decoder), series(n=n), []
-    mask, order = draw_mask(x.shape[:-1]), draw_order(x)
-    orders = shuffled(order, x), shuffled(order, mask, -1)
-    for content, here in ((x, mask), (filled(x, mask, value), mask), orders, widened(x, mask)):
+    mask = draw_mask(x.shape[:-1])
+    for content, here in ((x, mask), (filled(x, mask, value), mask), widened(x, mask)):
         content = content.clone().requires_grad_()
         trained = vae.train().encode(content, t, here)
         elbo = vae.eval().elbo(content, t, here, seeded())
         found.append((trained, elbo))
         assert not torch.autograd.grad(elbo.sum(), content)[0][~here].any()
         vae.load_state_dict(make_vae(seed, decoder=decoder).state_dict())  # as before training
-    close(found[1:], [found[0]] * 3, 1e-8)
+    close(found[1:], [found[0]] * 2, 1e-8)
 
 
 @settings(max_examples=5)
@@ -408,6 +539,79 @@ def test_latents_follow_the_ode_before_at_and_after_t0_on_any_grid(seed, ts):
     linear_dynamics(vae, rates)
     flows = torch.matrix_exp((t - 0.25)[:, None, None] * rates)
     close(vae.latents(z0, t), torch.einsum("tij,bj->bti", flows, z0), 1e-5)
+
+
+@settings(max_examples=8)
+@given(SEEDS, st.booleans())
+def test_series_with_their_own_times_and_missing_sets_are_as_each_by_itself(seed, ragged):
+    vae, t = make_vae(seed, t0=0.2), torch.rand(3, 4, dtype=F64).sort(-1).values
+    x, mask = torch.randn(3, 4, 5, 2, dtype=F64), None
+    seen = torch.ones(3, 4, dtype=torch.bool)
+    if ragged:
+        seen, mask = draw_mask((3, 4)), draw_mask((3, 4, 5))
+        mask = mask & seen[..., None]
+        x = filled(x, mask, 1e30)
+    x.requires_grad_()
+    posterior, z = vae.encode(x, t, mask), vae.latents(z0 := torch.randn(3, 3, dtype=F64), t)
+    log_prob, kl = vae.elbo_terms(x, t, mask, seeded())
+    if ragged:
+        assert not torch.autograd.grad((log_prob - kl).sum(), x)[0][~mask].any()
+    draws = posterior.sample(seeded())
+    for i, here in enumerate(seen):
+        own, times = (x[i : i + 1, here], t[i, here]), t[i]
+        there = None if mask is None else mask[i : i + 1, here]
+        alone = vae.encode(*own, there)
+        close((posterior.mean[i], posterior.std[i]), (alone.mean[0], alone.std[0]))
+        close(z[i], vae.latents(z0[i : i + 1], times)[0], 1e-5)
+        given = vae.latents(draws[i : i + 1], own[1])
+        close(log_prob[i], vae.decoder.log_prob(own[0], there, given).sum(), 1e-4)
+        close(kl[i], alone.kl()[0])
+    made = vae.decode(z0, t, 5, seeded(), continuous=True)
+    y = torch.randn(3, 1, 5, 2, dtype=F64, generator=seeded()).expand(3, 4, 5, 2)
+    close(made, vae.decoder.decode(y, context=z))
+
+
+def test_arrays_lists_and_other_precisions_are_read_as_the_model_s_own():
+    x, t = series(ts=(0.0, 0.5, 1.0))
+    mask, vae = draw_mask(x.shape[:-1]), make_vae().float()
+    flow, classifier = make_flow(context=2).float(), SetClassifier(2, 3).eval()
+    single, z = x.float(), torch.ones(2, 3, 2)
+    for kind in (lambda a: a.numpy(), lambda a: a.tolist(), lambda a: a.double()):
+        close(flow.encode(kind(x), mask, z.double()), flow.encode(single, mask, z), 1e-6)
+        close(flow.decode(kind(x), context=kind(z)), flow.decode(single, context=z), 1e-6)
+        how = {"noise": torch.ones(1, *x.shape)}
+        close(flow.log_prob(kind(x), None, kind(z), **how), flow.log_prob(single, None, z, **how))
+        close(classifier(kind(x)), classifier(single))
+        how = {"mask": mask, "generator": seeded()}
+        close(vae.elbo(kind(x), kind(t), mask, seeded()), vae.elbo(single, t, mask, seeded()))
+        close(vae.reconstruct(kind(x), t.tolist(), **how).shape, x.shape)
+    close(classifier(x.numpy(), mask.numpy()), classifier(single, mask))
+    close(classifier(x.long()), classifier(single.long().float()))
+    block = make_flow().blocks[0]
+    close(block(x.numpy()), block(x))
+
+
+def test_another_trace_or_solver_holds_for_one_call_only():
+    flow, x = make_flow(trace="hutchinson"), torch.randn(3, 4, 2, dtype=F64)
+    state, stats = copy.deepcopy(flow.__dict__["_buffers"]), Stats()
+    exact = flow.log_prob(x, noise=math.sqrt(8) * basis(x))
+    close(flow.log_prob(x, trace="exact"), exact, 1e-8)
+    assert (flow.log_prob(x) - exact).abs().max() > 1e-3
+    few, many = (flow.log_prob(x, probes=p, generator=seeded()) for p in (1, 400))
+    assert (many - exact).abs().max() < (few - exact).abs().max()
+    one = {"method": "euler", "options": {"step_size": 0.5}}
+    flow.log_prob(x, solver=one, stats=stats)
+    flow.decode(flow.encode(x, solver=one, stats=stats), solver=one, stats=stats)
+    flow.sample(2, 3, solver=one)
+    assert stats.nfe == 6
+    assert (flow.encode(x, solver=one) - flow.encode(x)).abs().max() > 1e-3
+    vae, (x, t) = make_vae(trace="hutchinson"), series()
+    terms = vae.elbo_terms(x, t, None, seeded(), trace="exact", solver=one)
+    z = vae.latents(vae.encode(x, t).sample(seeded()), t, one)
+    close(terms[0], vae.decoder.log_prob(x, None, z, trace="exact", solver=one).sum(-1))
+    close(vae.elbo(x, t, None, seeded(), trace="exact", solver=one), terms[0] - terms[1])
+    assert (flow.trace, vae.decoder.trace, vae.solver["method"]) == ("hutchinson",) * 2 + ("rk4",)
+    close(flow.__dict__["_buffers"], state, 0)
 
 
 def test_encoder_reads_backwards_in_time_with_the_gaps():
@@ -658,3 +862,82 @@ def test_padding_changes_not_even_the_steps_of_an_adaptive_solver():
     z = flow.encode(padded, mask)
     close(z[:, :5], flow.encode(x), 1e-10)
     close(z[:, 5:], padding, 0)
+
+
+# ---------------------------------------------------------------------------------- trained models
+
+FLOW = {"blocks": 2, "hidden": [8, 8], "heads": 2, "field": "attention", "time": True, "steps": 3}
+FLOW |= {"gradient": "adjoint", "method": "rk4", "probes": 2, "trace": None, "tolerance": 1e-4}
+VIEWS = {"field": "transformer", "hidden": [8, 8, 8], "blocks": 1, "fine": True, "cells": 5}
+SERIES = {"latent": 3, "decoder": "attention", "hidden": [8, 8], "gradient": "backprop"}
+CONFIGS = {
+    "flow": (FLOW, 3, None),
+    "views": (FLOW | VIEWS | {"method": "dopri5", "trace": "exact"}, 2, None),
+    "series": (SERIES | {"trace": "exact"}, 2, None),
+    **{name: ({"model": name}, 3, 7) for name in exnode.CLASSIFIERS},
+}
+
+
+def save_run(folder, given, trained, **changed):
+    state = {"format": "exnode checkpoint 1", "model": trained.state_dict(), "config": given}
+    torch.save(state | changed, folder / "best.pt")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_run_is_loaded_in_one_line_as_the_model_that_was_trained(name, tmp_path):
+    config, dim, classes = CONFIGS[name]
+    model = exnode.build(config, dim, classes).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1)
+    if name == "series":
+        model.moments = Moments(3, 4)  # is a part of training only
+    save_run(tmp_path, config, model)
+    loaded = exnode.load(tmp_path)
+    assert type(loaded) is type(model)
+    assert not loaded.training
+    x = torch.randn(2, 3, 4, dim) if name == "series" else torch.randn(2, 4, dim)
+    if name in exnode.CLASSIFIERS:
+        return close(loaded(x), model(x), 0)
+    if name == "series":
+        return close(loaded.elbo(x, T, None, seeded()), model.elbo(x, T, None, seeded()), 0)
+    solver = {"method": "dopri5", "rtol": 1e-4, "atol": 1e-4, "options": None}
+    if name == "flow":
+        solver |= {"method": "rk4", "options": {"step_size": 0.5 / 3}}
+    assert loaded.blocks[0].solver == solver
+    assert (loaded.blocks[0].t1, loaded.blocks[0].gradient) == (0.5, "adjoint")
+    assert (loaded.probes, loaded.trace) == (2, "exact" if name == "views" else "hutchinson")
+    how = {"solver": {"method": "euler"}}
+    close(*(m.log_prob(x, generator=seeded(), **how) for m in (loaded, model)), 0)
+
+
+def test_what_is_no_run_is_a_value_error_that_names_the_file(tmp_path):
+    config, dim, _ = CONFIGS["flow"]
+    flow = exnode.build(config, dim)
+    weights = flow.state_dict()
+    wrong = [
+        {"config": []}, {"config": {}}, {"config": None}, {"config": {"model": "foo"}},
+        {"config": {"model": []}}, {"config": config | {"heads": 0}}, {"model": []},
+        {"model": None}, {"config": config | {"hidden": [10**13]}},
+        {"config": config | {"blocks": 1}},
+        {"config": {**config, "steps": 0}}, {"model": weights | {"mean": None}}, {"format": 3},
+        {"model": {"mean": 1}}, {"format": "exnode checkpoint 2"}, {"config": {"decoder": "x"}},
+    ]  # fmt: skip
+    for changed in wrong:
+        save_run(tmp_path, config, flow, **changed)
+        with pytest.raises(ValueError, match=r"best\.pt: damaged, or not of this program"):
+            exnode.load(tmp_path)
+    whole = (tmp_path / "best.pt").read_bytes()
+    for content in (b"", b"no", whole[:1000], pickle.dumps(os.getcwd)):
+        (tmp_path / "best.pt").write_bytes(content)
+        with pytest.raises(ValueError, match=r"best\.pt: damaged, or not of this program"):
+            exnode.load(tmp_path)
+    torch.save([1], tmp_path / "best.pt")
+    with pytest.raises(ValueError, match="not of this program"):
+        exnode.load(tmp_path)
+    with pytest.raises(ValueError, match="no such file"):
+        exnode.load(tmp_path / "nowhere")
+    os.remove(tmp_path / "best.pt")
+    os.mkfifo(tmp_path / "best.pt")  # nobody writes there: it must not be waited for
+    with pytest.raises(ValueError, match="no such file"):
+        exnode.load(tmp_path)
