@@ -3,77 +3,58 @@
     paper                                                  here
     ---------------------------------------------------    ----------------------------------------
     Sec. 3.1, Theorem 1, ż = f(z, t) equivariant           ExNODE.forward, .inverse
-    Sec. 3.2, v = MaxPool(ExNODE Solve(φ(x)))              SetClassifier
+    Sec. 3.2, v = MaxPool(ExNODE Solve(φ(x)))              SetClassifier.forward
     Eq. 5, 9, d log p / dt = −Tr ∂f/∂z                     ExNODE.forward_and_log_det
-    Sec. 3.3, Hutchinson's estimator                       ExNODE.augmented, draw_noise
+    Sec. 3.3, Hutchinson's estimator                       ExNODE.forward_and_log_det, draw_noise
     Eq. 10, p(z) = Π N(zᵢ; 0, I)                           base_log_prob
     Sec. 3.3, likelihood and generation                    SetFlow.log_prob, .sample
     Sec. 3.4, encoder, backwards in time                   TemporalSetVAE.encode
     Sec. 3.4, z_t = ODESolve(z₀, θ_t, t)                   TemporalSetVAE.latents
-    Eq. 11, ELBO                                           TemporalSetVAE.elbo
-    Eq. 12, 13, sampling at any time                       TemporalSetVAE.decode, .sample
+    Eq. 11, ELBO                                           TemporalSetVAE.elbo, .elbo_terms
+    Eq. 12, sampling at any time                           TemporalSetVAE.sample
+    Eq. 13, x̂_t = ODESolve(y, z_t)                         TemporalSetVAE.decode, .reconstruct
     Table 3, architectures                                 the defaults of each class
+    (the trained model of a run directory)                 load
 
-x is `(..., n, d)`, mask `(..., n)`, True where a point exists. A set without points is an error
-here (on a CPU; on a GPU the check would have to wait), in sets.py a field of zeros.
+x is `(..., n, d)`: a set of n points, leading axes are batch. mask is `(..., n)`, True where a
+point exists. context is `(..., c)`. A series is x `(B, T, n, d)` at times t, `(T,)` or `(B, T)`.
+Arrays and lists become tensors of the model's precision. A set without points is an error (on a
+CPU; a GPU would have to wait for the check); in a series, it is a set that was not observed.
 
 Departures from the paper:
   - Eq. 9 has the limits of its integral exchanged; we follow Eq. 5: log p(x) = log p(z(t₁)) + ∫ Tr.
   - `trace="exact"` replaces Hutchinson's estimate by the trace itself, at a similar cost.
   - The noise of Hutchinson's estimator is drawn per call and kept nowhere.
   - `gradient="checkpoint"` differentiates the discrete solve exactly, keeping a state per step.
-  - `matching_loss` trains the same flow by regression, without a solver (flow matching), and
-    `exchange` takes most of the noise out of that where a set's shape has more points.
+  - `SetFlow.standardise` gives a flow the units of its data; without it, units stay as they are.
   - The ELBO has one KL term for the whole series; the authors' code counts it once per time.
-  - The posterior starts narrow: with unit noise z₀ says nothing for the first thousand steps.
-  - `moments` adds a loss without the noise of matching: z_t must tell, by a linear map, the mean
-    cos and sin of ω·x over its set.
+  - The posterior starts narrow: with unit noise, z₀ carries no information about x for the first
+    thousand steps.
   - z₀ lives at time `t0` = 0 whatever the observed times are, so that grids may differ.
-  - Sets may be ragged, by masks, everywhere.
+  - Sets may be ragged, by masks, everywhere, and each series may have its own times.
 """
 
 import math
-from functools import cache, partial
+from functools import partial
+from numbers import Integral
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import sets
 from beyond.fast import FastAttentionField, FastDeepSetsField
 from beyond.transformer import TransformerField
-from sets import (
-    ConcatSquashField,
-    PointNorm,
-    check_set,
-    check_values,
-    check_widths,
-    count,
-    keep,
-    pool_max,
-    pool_mean,
-)
+from sets import PointNorm, check_set, check_values, check_widths, count, keep, pool_max
 from solvers import odeint, odeint_adjoint, odeint_checkpoint
 
 GRADIENTS = ("backprop", "adjoint", "checkpoint")
 TRACES = ("hutchinson", "exact")
+FIELDS = ("attention", "deepsets", "concatsquash", "transformer")
 DECODERS = ("concatsquash", "attention", "transformer")
-
-
-def solve(f, y0, t, params, gradient, **settings):
-    """y at every time of t, differentiated in the way that `gradient` names."""
-    params = [p for p in params if p.requires_grad]
-    if gradient == "backprop" or not torch.is_grad_enabled():
-        return odeint(f, y0, t, **settings)
-    if gradient == "checkpoint":
-        return odeint_checkpoint(f, y0, t, params=params, **settings)
-    seminorm = {"norm": "seminorm"} if settings["method"] == "dopri5" else {}
-    options = {k: v for k, v in (settings["options"] or {}).items() if k != "norm"} | seminorm
-    return odeint_adjoint(f, y0, t, adjoint_params=params, adjoint_options=options, **settings)
-
-
-def root_mean_square(state, size):
-    parts = state if isinstance(state, tuple) else (state,)
-    return (sum(part.square().sum() for part in parts) / size).sqrt()
+FORMAT = "exnode checkpoint 1"
+PIECE = 2**16  # points that are sampled at once
 
 
 def one_of(name, value, choices):
@@ -82,8 +63,62 @@ def one_of(name, value, choices):
     return value
 
 
+def check_counts(**counts):
+    for name, value in counts.items():
+        if not isinstance(value, Integral) or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
+
+
+def as_tensor(name, value, like, dtype=None):
+    """value as a tensor, or None; arrays and lists go to the device of `like`."""
+    if value is None or (isinstance(value, Tensor) and dtype in (None, value.dtype)):
+        return value
+    device = value.device if isinstance(value, Tensor) else like.device
+    try:
+        return torch.as_tensor(value, dtype=dtype, device=device)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise ValueError(f"{name} must be a tensor or an array of numbers: {e}") from None
+
+
+def as_sets(model, dim, x, mask=None, context=None):
+    """x, mask and context as tensors in the model's precision; a ValueError if x holds no sets."""
+    like = next(model.parameters())
+    x, mask = as_tensor("x", x, like, like.dtype), as_tensor("mask", mask, like)
+    check_set(x, dim, mask)
+    return x, mask, as_tensor("context", context, like, like.dtype)
+
+
+def ode_solve(f, y0, times, gradient, params, solver, mask=None, stats=None):
+    """y at each of times, the first being that of y0; `gradient` names how it is differentiated.
+
+    With a mask, y0 is a set or begins with one, and no padded point counts in the solver's error.
+    """
+    t = torch.as_tensor(times, dtype=torch.float64)
+    adaptive, options = solver.get("method") in (None, "dopri5"), solver.get("options") or {}
+    backwards = options | ({"norm": "seminorm"} if adaptive else {})
+    if adaptive and mask is not None:
+        options = {"norm": partial(rms_of_points, mask)} | options
+    how = {**solver, "options": options, "stats": stats}
+    params = [p for p in params if p.requires_grad]
+    if gradient == "backprop" or not torch.is_grad_enabled():
+        return odeint(f, y0, t, **how)
+    if gradient == "checkpoint":
+        return odeint_checkpoint(f, y0, t, params=params, **how)
+    return odeint_adjoint(f, y0, t, adjoint_params=params, adjoint_options=backwards, **how)
+
+
+def rms_of_points(mask, state):
+    """Root mean square of a state x or (x, log det), whose padded points are 0 and do not count."""
+    x, *rest = state if isinstance(state, tuple) else (state,)
+    size = mask.sum() * x.shape[-1] + sum(part.numel() for part in rest)
+    return (sum(part.square().sum() for part in (x, *rest)) / size).sqrt()
+
+
 class ExNODE(nn.Module):
-    """Theorem 1: z(t₁) where ż = f(t, z), z(0) = x; equivariant because f is, and invertible."""
+    """Theorem 1: z(t₁) where ż = f(t, z), z(0) = x; equivariant because f is, and invertible.
+
+    Of one call, `solver` (method, rtol, atol, options) replaces the block's own; `stats` counts.
+    """
 
     def __init__(
         self, field, t1=1.0, method="dopri5", rtol=1e-5, atol=1e-5, gradient="backprop",
@@ -92,53 +127,67 @@ class ExNODE(nn.Module):
         super().__init__()
         self.field, self.t1 = field, t1
         self.gradient = one_of("gradient", gradient, GRADIENTS)
-        self.settings = {"method": method, "rtol": rtol, "atol": atol, "options": options}
+        self.solver = {"method": method, "rtol": rtol, "atol": atol, "options": options}
 
-    def forward(self, x, mask=None, context=None, stats=None):
-        return self.integrate(x, mask, context, (0.0, self.t1), stats)
+    def forward(self, x, mask=None, context=None, solver=None, stats=None) -> Tensor:
+        return self.integrate(x, (0.0, self.t1), mask, context, solver, stats)
 
-    def inverse(self, z, mask=None, context=None, stats=None):
-        return self.integrate(z, mask, context, (self.t1, 0.0), stats)
+    def inverse(self, z, mask=None, context=None, solver=None, stats=None) -> Tensor:
+        return self.integrate(z, (self.t1, 0.0), mask, context, solver, stats)
 
-    def integrate(self, x, mask, context, times, stats):
-        check_set(x, self.field.dim, mask)
+    def integrate(self, x, times, mask=None, context=None, solver=None, stats=None) -> Tensor:
+        """z at the second of two times, where z = x at the first."""
+        x, mask, context = as_sets(self.field, self.field.dim, x, mask, context)
         check_values(x, mask)
 
-        def f(t, x):
-            return self.field(t, x, mask, context)
+        def f(t, z):
+            return self.field(t, z, mask, context)
 
-        z = self.run(f, keep(x, mask), times, mask, context, stats)
+        how = self.gradient, self.inputs(context), solver or self.solver, mask, stats
+        z = ode_solve(f, keep(x, mask), times, *how)[-1]
         return keep(z, mask, x)  # a padded point stays where it is
 
-    def forward_and_log_det(self, x, mask=None, context=None, noise=None, stats=None):
-        """z(t₁) and ∫ Tr(∂f/∂z) dt per set; exact, or Hutchinson's estimate if noise is given."""
-        start = (keep(x, mask), x.new_zeros(x.shape[:-2]))
-        f = self.augmented(mask, context, noise)
-        z, log_det = self.run(f, start, (0.0, self.t1), mask, context, stats)
-        return keep(z, mask, x), log_det
+    def forward_and_log_det(
+        self, x, mask=None, context=None, noise=None, solver=None, stats=None
+    ) -> tuple[Tensor, Tensor]:
+        """Eq. 5, 9: z(t₁) and ∫ Tr(∂f/∂z) dt per set.
 
-    def run(self, f, start, times, mask, context, stats):
-        """The last state from the first, x or (x, log det); no padded point counts as an error."""
-        settings, pair = dict(self.settings), isinstance(start, tuple)
-        if mask is not None and settings["method"] == "dopri5":
-            size = mask.sum() * self.field.dim + (start[1].numel() if pair else 0)
-            norm = {"norm": partial(root_mean_square, size=size)}
-            settings["options"] = norm | (settings["options"] or {})
-        params = [*self.field.parameters(), *([] if context is None else [context])]
-        t = torch.tensor(times, dtype=torch.float64)
-        states = solve(f, start, t, params, self.gradient, stats=stats, **settings)
-        return tuple(state[-1] for state in states) if pair else states[-1]
+        The trace is exact, or with noise e Hutchinson's estimate: the mean over e of eᵀ (∂f/∂z) e.
+        """
 
-    def augmented(self, mask, context, noise):
-        """(t, (x, log det)) ↦ (f, Tr ∂f/∂x),  Tr ≈ mean over probes of eᵀ (∂f/∂x) e."""
-
-        def f(t, state):
+        def f(t, state):  # (z, log det) ↦ (f, Tr ∂f/∂z)
             if noise is None:
                 return self.field.value_and_trace(t, state[0], mask, context)
-            dx, je = self.field.value_and_jvp(t, state[0], noise, mask, context)
-            return dx, (keep(noise, mask) * je).sum((-2, -1)).mean(0)
+            dz, je = self.field.value_and_jvp(t, state[0], noise, mask, context)
+            return dz, (keep(noise, mask) * je).sum((-2, -1)).mean(0)
 
-        return f
+        start = keep(x, mask), x.new_zeros(x.shape[:-2])
+        how = self.gradient, self.inputs(context), solver or self.solver, mask, stats
+        z, log_det = ode_solve(f, start, (0.0, self.t1), *how)
+        return keep(z[-1], mask, x), log_det[-1]
+
+    def inputs(self, context):
+        """What gradients are for, beside x."""
+        return [*self.field.parameters(), *([] if context is None else [context])]
+
+
+def make_field(name, dim, hidden, heads=4, time=False, context=0):
+    one_of("field", name, FIELDS)
+    if name == "attention":  # sets.AttentionField and sets.DeepSetsField, computed faster
+        return FastAttentionField(dim, hidden, heads, time, context)
+    if name == "deepsets":
+        return FastDeepSetsField(dim, hidden, time=time, context=context)
+    if name == "concatsquash":
+        return sets.ConcatSquashField(dim, hidden, context)
+    return TransformerField(dim, *one_width(hidden), heads, context)
+
+
+def one_width(hidden):
+    """The width of a transformer and its number of layers, from one width per layer."""
+    hidden = check_widths(hidden)
+    if len(set(hidden)) != 1:
+        raise ValueError(f"hidden must be one width per layer, all equal, not {hidden}")
+    return hidden[0], len(hidden)
 
 
 # ---------------------------------------------------------------------------------- classification
@@ -159,8 +208,8 @@ class SetClassifier(nn.Module):
             nn.Linear(256, 128), PointNorm(128), nn.Tanh(), nn.Linear(128, classes)
         )
 
-    def forward(self, x, mask=None):
-        check_set(x, self.in_dim, mask)
+    def forward(self, x, mask=None) -> Tensor:
+        x, mask, _ = as_sets(self, self.in_dim, x, mask)
         check_values(x, mask)
         x = keep(x, mask)
         for linear, norm in zip(self.expand, self.norms):  # φ
@@ -169,43 +218,27 @@ class SetClassifier(nn.Module):
         return self.head(v)
 
 
-def make_field(name, dim, hidden, heads=4, time=False, context=0, **views):
-    if name == "attention":  # the fields of sets.py, faster (beyond/fast.py)
-        return FastAttentionField(dim, hidden, heads, time, context)
-    if name == "deepsets":
-        return FastDeepSetsField(dim, hidden, time=time, context=context)
-    if name == "concatsquash":
-        return ConcatSquashField(dim, hidden, context)
-    if name == "transformer":
-        hidden = check_widths(hidden)
-        if len(set(hidden)) > 1:
-            raise ValueError(f"hidden must be one width per layer, all equal, not {hidden}")
-        return TransformerField(dim, hidden[0], len(hidden), heads, context, **views)
-    raise ValueError(
-        f"field must be attention, deepsets, concatsquash or transformer, not {name!r}"
-    )
-
-
 # -------------------------------------------------------------------------------------- set flows
 
 
-def base_log_prob(z, mask=None):
+def base_log_prob(z, mask=None) -> Tensor:
     """Eq. 10: Σᵢ log N(zᵢ; 0, I) per set."""
     return -0.5 * keep(z * z + math.log(2 * math.pi), mask).sum((-2, -1))
 
 
 def normal(shape, like, generator=None):
-    """Draws from N(0, I), with the precision and on the device of `like`."""
-    return torch.randn(shape, dtype=like.dtype, device=like.device, generator=generator)
+    """Draws from N(0, I), like `like`, on the generator's device: a seed has one meaning."""
+    device = like.device if generator is None else generator.device
+    return torch.randn(shape, dtype=like.dtype, device=device, generator=generator).to(like.device)
 
 
 def draw_noise(x, probes, kind, generator=None):
     """Probes e with E[e eᵀ] = I, `(probes, *x.shape)`: Rademacher or Gaussian."""
-    shape = (probes, *x.shape)
+    check_counts(probes=probes)
+    shape, device = (probes, *x.shape), x.device if generator is None else generator.device
     if kind == "gaussian":
         return normal(shape, x, generator)
-    bits = torch.randint(0, 2, shape, device=x.device, generator=generator)
-    return (2 * bits - 1).to(x.dtype)
+    return (2 * torch.randint(0, 2, shape, device=device, generator=generator) - 1).to(x)
 
 
 class SetFlow(nn.Module):
@@ -213,33 +246,26 @@ class SetFlow(nn.Module):
 
     log p(x) = log N(z; 0, I) + Σ_blocks ∫ Tr(∂f/∂z) dt − n Σ log std  with  z = encode(x),
 
-    the last term from the units of `standardise`.
-
-    `time` feeds t to attention and deepsets fields; concatsquash and transformer always read it.
-    With a single block t is the level of noise. There, `fine` gives a transformer a FineView
-    (neighbours at the scale of the noise, for shapes with flat parts), and `cells=28` a CellView
-    (no two points share a cell of a grid with 28 cells to a unit, as with pixels).
+    the last term from the units of `standardise`. `field` is a name for `make_field`, or a function
+    of `(dim, context=…)` that makes a field. `time` feeds t to attention and deepsets fields; the
+    others always read it. Of one call, `trace`, `probes` and `solver` replace the model's own.
     """
 
     def __init__(
         self, dim, blocks=12, hidden=(128, 128, 128), heads=4, field="attention", time=False,
         context=0, t1=0.5, gradient="adjoint", trace="hutchinson", probes=1, noise="rademacher",
-        fine=False, cells=0, **solver,
+        **solver,
     ):  # fmt: skip
         super().__init__()
-        if blocks < 1 or probes < 1:
-            raise ValueError(f"blocks and probes must be at least 1, not {blocks} and {probes}")
-        views = {"end": t1, "fine": fine, "cells": cells} if fine or cells else {}
-        if views and (field != "transformer" or blocks > 1):
-            name = "fine" if fine else "cells"
-            raise ValueError(f"{name} is for one transformer block, not for {blocks} of {field}")
+        check_counts(blocks=blocks, probes=probes)
         self.dim, self.probes = dim, probes
         self.trace = one_of("trace", trace, TRACES)
         self.noise = one_of("noise", noise, ("rademacher", "gaussian"))
         self.register_buffer("mean", torch.zeros(dim))
         self.register_buffer("std", torch.ones(dim))
-        kind = (field, dim, hidden, heads, time, context)
-        fields = (make_field(*kind, **views) for _ in range(blocks))
+        kind = {"hidden": hidden, "heads": heads, "time": time}
+        make = field if callable(field) else partial(make_field, field, **kind)
+        fields = (make(dim, context=context) for _ in range(blocks))
         self.blocks = nn.ModuleList(ExNODE(f, t1, gradient=gradient, **solver) for f in fields)
 
     def standardise(self, x, mask=None):
@@ -250,165 +276,69 @@ class SetFlow(nn.Module):
             raise ValueError(f"x must vary along every axis, but deviates by {std.tolist()}")
         self.mean.copy_(points.mean(0))
         self.std.copy_(std)
-        self.place_cells()
 
-    def place_cells(self):
-        """Tell a view of cells where they lie in these units."""
-        if view := getattr(self.blocks[0].field, "cells", None):
-            view.grid.copy_(view.cells * torch.stack([self.std, self.mean]))
-
-    def enter(self, x, mask=None):
+    def to_units(self, x, mask=None):
         """(x − mean) / std; padded points stay as they are."""
         return keep((x - self.mean) / self.std, mask, x)
 
-    def leave(self, x, mask=None):
+    def from_units(self, x, mask=None):
         return keep(x * self.std + self.mean, mask, x)
 
-    def encode(self, x, mask=None, context=None, stats=None):
-        """z = q(x): data to noise."""
-        self.blocks[0].field.check(None, x, mask, context)
-        x = self.enter(x, mask)
-        for block in self.blocks:
-            x = block(x, mask, context, stats)
-        return x
-
-    def decode(self, z, mask=None, context=None, stats=None):
-        """x = q⁻¹(z): noise to data; no trace is computed."""
-        for block in reversed(self.blocks):
-            z = block.inverse(z, mask, context, stats)
-        return self.leave(z, mask)
-
-    def log_prob(self, x, mask=None, context=None, noise=None, generator=None, stats=None):
-        """log p(x₁, …, xₙ) per set; noise `(probes, *x.shape)` is drawn unless it is given."""
+    def read(self, x, mask=None, context=None):
+        """The arguments as tensors that fit the chain; a ValueError if they do not."""
+        x, mask, context = as_sets(self, self.dim, x, mask, context)
         self.blocks[0].field.check(None, x, mask, context)
         check_values(x, mask)
-        if noise is None and self.trace == "hutchinson":
-            noise = draw_noise(x, self.probes, self.noise, generator)
+        return x, mask, context
+
+    def encode(self, x, mask=None, context=None, solver=None, stats=None) -> Tensor:
+        """z = q(x): data to noise."""
+        x, mask, context = self.read(x, mask, context)
+        z = self.to_units(x, mask)
+        for block in self.blocks:
+            z = block(z, mask, context, solver, stats)
+        return z
+
+    def decode(self, z, mask=None, context=None, solver=None, stats=None) -> Tensor:
+        """x = q⁻¹(z): noise to data; no trace is computed."""
+        z, mask, context = self.read(z, mask, context)
+        for block in reversed(self.blocks):
+            z = block.inverse(z, mask, context, solver, stats)
+        return self.from_units(z, mask)
+
+    def log_prob(
+        self, x, mask=None, context=None, *, trace=None, probes=None, solver=None, noise=None,
+        generator=None, stats=None,
+    ) -> Tensor:  # fmt: skip
+        """log p(x₁, …, xₙ) per set; noise `(probes, *x.shape)` is drawn unless it is given."""
+        x, mask, context = self.read(x, mask, context)
+        trace = one_of("trace", trace or self.trace, TRACES)
+        if noise is None and trace == "hutchinson":
+            probes = self.probes if probes is None else probes
+            noise = draw_noise(x, probes, self.noise, generator)
         if noise is not None and noise.shape[1:] != x.shape:
             wanted = ("probes", *x.shape)
             raise ValueError(f"noise must have the shape {wanted}, not {tuple(noise.shape)}")
-        log_det = -count(x, mask) * self.std.log().sum()
-        x = self.enter(x, mask)
+        z, log_det = self.to_units(x, mask), -count(x, mask) * self.std.log().sum()
         for block in self.blocks:
-            x, change = block.forward_and_log_det(x, mask, context, noise, stats)
+            z, change = block.forward_and_log_det(z, mask, context, noise, solver, stats)
             log_det = log_det + change
-        return base_log_prob(x, mask) + log_det
+        return base_log_prob(z, mask) + log_det
 
     @torch.no_grad()
-    def sample(self, sets, points, generator=None, context=None):
+    def sample(self, sets, points, generator=None, context=None, solver=None, progress=iter):
         """`(sets, points, dim)` from the model; any number of points."""
-        if sets < 1 or points < 1:
-            raise ValueError(f"sets and points must be at least 1, not {sets} and {points}")
-        return self.decode(normal((sets, points, self.dim), self.mean, generator), context=context)
+        check_counts(sets=sets, points=points)
+        z = normal((sets, points, self.dim), self.mean, generator)
+        return self.decode_pieces(z, context, solver, progress)
 
-    def matching_loss(
-        self, x, mask=None, context=None, coupling="swaps", generator=None, finest=0.1, spare=None
-    ):
-        """∫ (1 − s) |Δ f(x_s) − (z − x)|² du per coordinate, x_s = (1 − s) x + s z, u uniform.
-
-        The chain of K blocks is one field, piecewise in u: block i owns [i/K, (i + 1)/K], and runs
-        from s(i/K) to s((i + 1)/K), at Δ = t₁ / (their difference) times the speed of the field.
-        Each block gets its share of the sets, each set one u in the block's interval.
-
-        `spare` `(..., m, d)` are other points that could as well have been drawn for each set. They
-        replace x by its mean given x_s (`exchange`): the same field, learned from less noise.
-        """
-        self.blocks[0].field.check(None, x, mask, context)
-        check_values(x, mask)
-        one_of("coupling", coupling, ("swaps", "none"))
-        if finest <= 0:
-            raise ValueError(f"finest must be positive, not {finest}")
-        if spare is not None:
-            if coupling != "none" or spare.shape[:-2] != x.shape[:-2]:
-                got = f"{coupling!r} and {tuple(spare.shape)}"
-                raise ValueError(f"spare: for coupling='none' and the sets of x, not {got}")
-            spare = self.enter(spare).reshape(-1, *spare.shape[-2:])
-        x = keep(self.enter(x, mask), mask).reshape(-1, *x.shape[-2:])
-        mask = None if mask is None else mask.reshape(x.shape[:-1])
-        z = normal(x.shape, x, generator)
-        z = assign(x, z, mask) if coupling == "swaps" else z
-        context = None if context is None else context.reshape(len(x), -1)
-        blocks, loss = len(self.blocks), 0
-        order = torch.randperm(len(x), device=x.device, generator=generator)
-        order = order.repeat(-(-blocks // len(x)))  # no block goes without a set
-        for i, rows in enumerate(order.tensor_split(blocks)):
-            u = torch.rand(len(rows), dtype=x.dtype, device=x.device, generator=generator)
-            u = (torch.arange(len(rows), device=x.device) + u) / len(rows)  # evenly in [0, 1]
-            mine = (None if a is None else a[rows] for a in (x, z, mask, context, spare))
-            loss = loss + self.block_loss(i, u, finest, *mine) / blocks
-        return loss
-
-    def block_loss(self, i, u, finest, x, z, mask, context, spare):
-        """The part of block i, where u in [0, 1] is the place of each set in its interval."""
-        block, blocks = self.blocks[i], len(self.blocks)
-        first, s, last = (schedule((i + v) / blocks, finest) for v in (0, u, 1))
-        x_s = torch.lerp(x, z, s[:, None, None])
-        t = (s - first) / (last - first) * block.t1
-        v = block.t1 / (last - first) * block.field(t, x_s, mask, context)  # Δ f(x_s)
-        wanted = z - x
-        if spare is not None:
-            wanted = wanted - exchange(x, spare, x_s, s)
-        error = keep(v - wanted, mask).square().sum((-2, -1))
-        return ((1 - s) * error).sum() / (count(x_s, mask).sum() * self.dim)
-
-
-def schedule(u, finest):
-    """Noise s(u) = ε ((1 + 1/ε)ᵘ − 1), from 0 to 1: even in log s above ε = finest, in s below.
-
-    The likelihood weighs an error of the field by (1 − s)/s ds (Kingma et al., 2021), and that is
-    (1 − s) du where s > ε. Noise finer than the data's own is not worth that attention.
-    """
-    return finest * ((1 + 1 / finest) ** u - 1)
-
-
-@torch.no_grad()
-def exchange(x, spare, x_s, s):
-    """(E[x′ᵢ] − xᵢ)/s, x′ᵢ being xᵢ or one of spare with weights exp(−|x_s − (1 − s) x′|² / 2s²).
-
-    The target z − x is (x_s − x)/s; less this, it has E[x′] in place of x. Each of spare was as
-    likely to be drawn for point i, and only the noisy place of i tells which was. So the mean of
-    the target given x_s stays, and its variance falls (Rao and Blackwell). One thing is lost where
-    sets are centred by their own points: their mean would tell the mean of the noise.
-    """
-    s = s[:, None, None].clamp(min=1e-3)  # with less noise a point is only itself
-    q, half = x_s * ((1 - s) / s**2), 0.5 * ((1 - s) / s) ** 2
-    own = (q * x - half * x * x).sum(-1, keepdim=True)
-    others = torch.baddbmm(-half * spare.square().sum(-1)[:, None], q, spare.mT)  # (B, n, m)
-    w = torch.softmax(torch.cat([own, others], -1), -1)[..., 1:]
-    return (w @ spare - w.sum(-1, keepdim=True) * x) / s
-
-
-@torch.no_grad()
-def assign(x, z, mask=None, sweeps=3):
-    """Reorder the noise z `(B, n, d)` within each set so that Σᵢ |xᵢ − zᵢ|² is nearly minimal.
-
-    Start from equal ranks along the first axis; then, for every pair, swap zᵢ and zⱼ wherever
-    (xᵢ − xⱼ)·(zᵢ − zⱼ) < 0, which is when that shortens the sum. Disjoint pairs go together.
-    """
-    ranks = []
-    for points in (x, z):
-        key = points[..., 0] if mask is None else points[..., 0].masked_fill(~mask, math.inf)
-        ranks.append(key.argsort(-1)[..., None].expand_as(z))
-    z = torch.empty_like(z).scatter_(-2, ranks[0], z.gather(-2, ranks[1]))
-    for i, j in round_robin(x.shape[-2]).to(x.device).repeat(sweeps, 1, 1).unbind():
-        zi, zj = z[:, i], z[:, j]
-        swap = ((x[:, i] - x[:, j]) * (zi - zj)).sum(-1, keepdim=True) < 0
-        if mask is not None:
-            swap &= (mask[:, i] & mask[:, j])[..., None]
-        z[:, i], z[:, j] = torch.where(swap, zj, zi), torch.where(swap, zi, zj)
-    return z
-
-
-@cache
-def round_robin(n):
-    """Every pair of n once, in rounds of disjoint pairs: `(rounds, 2, n // 2)`."""
-    even = n + n % 2  # with an odd n, whoever meets the extra one rests
-    ring, rounds = list(range(1, even)), []
-    for r in range(even - 1):
-        order = [0, *ring[r:], *ring[:r]]
-        pairs = [(order[k], order[-1 - k]) for k in range(even // 2)]
-        rounds.append([pair for pair in pairs if max(pair) < n])
-    return torch.tensor(rounds, dtype=torch.long).reshape(even - 1, n // 2, 2).transpose(1, 2)
+    def decode_pieces(self, z, context=None, solver=None, progress=iter):
+        """As decode, about PIECE points at a time; `progress` wraps the list of pieces."""
+        size = max(1, PIECE // z.shape[-2])
+        parts = z.split(size)
+        contexts = [None] * len(parts) if context is None else context.split(size)
+        pieces = progress(list(zip(parts, contexts)))
+        return torch.cat([self.decode(z, None, context, solver) for z, context in pieces])
 
 
 # -------------------------------------------------------------------------------- sets over time
@@ -417,8 +347,8 @@ def round_robin(n):
 class Posterior(NamedTuple):
     """N(mean, std²) over z₀, `(B, latent)` each."""
 
-    mean: torch.Tensor
-    std: torch.Tensor
+    mean: Tensor
+    std: Tensor
 
     def sample(self, generator=None):
         return self.mean + self.std * normal(self.mean.shape, self.mean, generator)
@@ -431,17 +361,17 @@ class Posterior(NamedTuple):
 class TemporalSetVAE(nn.Module):
     """Sec. 3.4: a latent z that follows an ODE in time, and a set flow for x_t given z_t.
 
-    A series is x `(B, T, n, d)` observed at times t `(T,)`, increasing; mask is `(B, T, n)`.
-    `frequencies` is how many ω `moment_error` has; 0: no moments.
+    A series is x `(B, T, n, d)` at times t, `(T,)` or a row for each series, `(B, T)`, increasing;
+    mask is `(B, T, n)`. A set without a single point was not observed: nothing depends on it.
     """
 
     def __init__(
         self, dim=2, latent=128, decoder="concatsquash", hidden=(512, 512, 512), heads=4, t0=0.0,
-        method="dopri5", rtol=1e-3, atol=1e-4, gradient="adjoint", frequencies=0, **flow,
+        method="dopri5", rtol=1e-3, atol=1e-4, gradient="adjoint", options=None, **flow,
     ):  # fmt: skip
         super().__init__()
         one_of("decoder", decoder, DECODERS)
-        self.dim, self.latent, self.t0 = dim, latent, t0
+        self.dim, self.latent, self.t0, self.gradient = dim, latent, t0, gradient
         sizes = (dim, 128, 128, 256, 512)
         self.points = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:]))
         self.norms = nn.ModuleList(PointNorm(size) for size in sizes[1:])
@@ -449,122 +379,107 @@ class TemporalSetVAE(nn.Module):
         self.mean, self.log_std = self.readout(), self.readout()
         nn.init.constant_(self.log_std[-1].bias, -2.0)  # z₀ tells of x from the first step
         self.dynamics = LatentField(latent)
-        solver = {"method": method, "rtol": rtol, "atol": atol, "gradient": gradient}
-        self.solver = {**solver, "options": flow.get("options")}
+        self.solver = {"method": method, "rtol": rtol, "atol": atol, "options": options}
         self.decoder = SetFlow(
             dim, 1, hidden, heads, field=decoder, time=decoder == "attention", context=latent,
-            t1=1.0, **solver, **flow,
+            t1=1.0, gradient=gradient, **self.solver, **flow,
         )  # fmt: skip
-        if frequencies:  # of moments, from what a whole set is to its strokes
-            draw = torch.randn(frequencies, dim, generator=torch.Generator().manual_seed(0))
-            scale = torch.logspace(math.log10(0.6), math.log10(8), frequencies)
-            self.register_buffer("frequencies", draw * scale[:, None])
-            self.moments = nn.Linear(latent, 2 * frequencies)
 
     def readout(self):
         """RNN_to_z₀ of Table 3."""
         return nn.Sequential(
-            nn.Linear(512, 256), nn.BatchNorm1d(256), nn.ReLU(),
-            nn.Linear(256, 128), nn.BatchNorm1d(128), nn.ReLU(),
+            nn.Linear(512, 256), PointNorm(256), nn.ReLU(),
+            nn.Linear(256, 128), PointNorm(128), nn.ReLU(),
             nn.Linear(128, self.latent),
         )  # fmt: skip
 
-    def encode(self, x, t, mask=None):
+    def read(self, x, t, mask=None):
+        """The arguments as tensors, t being `(B, T)`, and which sets were observed, `(B, T)`."""
+        x, mask, _ = as_sets(self, self.dim, x, mask)
+        if x.dim() != 4:
+            raise ValueError(f"x must be (B, T, points, {self.dim}), not {tuple(x.shape)}")
+        t = read_times(t, len(x))
+        if t.shape != x.shape[:2]:
+            raise ValueError(f"x must hold sets at {t.shape[1]} times, not {tuple(x.shape)}")
+        check_values(x.flatten(1, 2), None if mask is None else mask.flatten(1))
+        seen = torch.ones_like(x[..., 0, 0]).bool() if mask is None else mask.any(-1)
+        return x, t, mask, seen
+
+    def encode(self, x, t, mask=None) -> Posterior:
         """p̂(z₀ | X): each set by itself, then a GRU backwards in time, with Δtᵢ = tᵢ − tᵢ₋₁."""
-        check_series(x, t, self.dim, mask)
+        x, t, mask, seen = self.read(x, t, mask)
         h = keep(x, mask)
         for i, (linear, norm) in enumerate(zip(self.points, self.norms)):
             h = norm(linear(torch.relu(h) if i else h), mask)
-        h = pool_max(h, mask).values[..., 0, :]  # (B, T, 512)
-        t = t.to(x.device, x.dtype)
-        gaps = torch.diff(t, prepend=t.new_tensor([self.t0])).expand(h.shape[:-1])
-        _, last = self.rnn(torch.cat([h, gaps[..., None]], -1).flip(1))
-        return Posterior(self.mean(last[0]), self.log_std(last[0]).exp())
+        h = keep(pool_max(h, mask).values[..., 0, :], seen)  # (B, T, 512)
+        t = torch.where(seen, t.to(h), self.t0)
+        order = torch.where(seen, -t, math.inf).argsort(-1)  # last time first, unobserved sets last
+        h, t = h.take_along_dim(order[..., None], 1), t.take_along_dim(order, 1)
+        gaps = -torch.diff(t, append=torch.full_like(t[:, :1], self.t0))
+        states, _ = self.rnn(torch.cat([h, gaps[..., None]], -1))
+        last = states.take_along_dim(seen.sum(-1)[:, None, None] - 1, 1)[:, 0]  # at the first set
+        return Posterior(self.mean(last), self.log_std(last).exp())
 
-    def latents(self, z0, t, stats=None):
-        """z_t = ODESolve(z₀, t) for increasing t on either side of t0; `(B, T, latent)`."""
-        times = read_times(t)
+    def latents(self, z0, t, solver=None, stats=None) -> Tensor:
+        """z_t = ODESolve(z₀, θ_t, t), `(B, T, latent)`, at times on either side of t0."""
+        z0 = as_tensor("z0", z0, self.decoder.mean, self.decoder.mean.dtype)
         if z0.dim() != 2 or z0.shape[-1] != self.latent:
             raise ValueError(f"z0 must be (B, {self.latent}), not {tuple(z0.shape)}")
-        before, after = [v for v in times if v < self.t0], [v for v in times if v > self.t0]
-        z = [z0[None]] if self.t0 in times else []
-        for side in (before[::-1], after):
-            if side:
-                grid = torch.tensor([self.t0, *side], dtype=torch.float64)
-                params = self.dynamics.parameters()
-                path = solve(self.dynamics, z0, grid, params, stats=stats, **self.solver)[1:]
-                z = [path.flip(0), *z] if side[0] < self.t0 else [*z, path]
-        return torch.cat(z).movedim(0, 1)
+        t, t0 = read_times(t, len(z0)), torch.tensor([self.t0], dtype=torch.float64)
+        how = self.gradient, self.dynamics.parameters(), solver or self.solver, None, stats
+        before, after = (side.unique() for side in (t[t < t0], t[t > t0]))  # of all series
+        back = ode_solve(self.dynamics, z0, torch.cat([t0, before.flip(0)]), *how)
+        path = ode_solve(self.dynamics, z0, torch.cat([t0, after]), *how)
+        path = torch.cat([back[1:].flip(0), path]).movedim(0, 1)
+        index = torch.searchsorted(torch.cat([before, t0, after]), t).to(path.device)
+        return path.take_along_dim(index[..., None], 1)
 
-    def elbo(self, x, t, mask=None, generator=None):
-        """Eq. 11 per series: Σᵢ log p(x_tᵢ | z_tᵢ) − KL, with one z₀ from the posterior."""
-        log_likelihood, kl = self.elbo_parts(x, t, mask, generator)
-        return log_likelihood - kl
+    def elbo(self, x, t, mask=None, generator=None, **how) -> Tensor:
+        """Eq. 11 per series: Σ_t log p(x_t | z_t) − KL(p̂(z₀ | X) ‖ N(0, I)), for one z₀ ~ p̂."""
+        log_prob, kl = self.elbo_terms(x, t, mask, generator, **how)
+        return log_prob - kl
 
-    def elbo_parts(self, x, t, mask=None, generator=None):
+    def elbo_terms(
+        self, x, t, mask=None, generator=None, *, trace=None, probes=None, solver=None
+    ) -> tuple[Tensor, Tensor]:
+        """The two terms of Eq. 11, log-likelihood and KL."""
+        x, t, mask, seen = self.read(x, t, mask)
         posterior = self.encode(x, t, mask)
-        z = self.latents(posterior.sample(generator), t)
-        log_prob = self.decoder.log_prob(x, mask, z, generator=generator)
+        z = self.latents(posterior.sample(generator), t, solver)
+        if mask is not None:
+            x, mask, z = x[seen], mask[seen], z[seen]  # each observed set, (sets, n, d)
+        how = {"trace": trace, "probes": probes, "solver": solver, "generator": generator}
+        log_prob = self.decoder.log_prob(x, mask, z, **how)
+        log_prob = log_prob.new_zeros(seen.shape).masked_scatter(seen, log_prob)  # (B, T)
         return log_prob.sum(-1), posterior.kl()
 
-    def matching_loss(
-        self, x, t, mask=None, coupling="swaps", generator=None, pieces=0, times=0, moments=0.0,
-    ):  # fmt: skip
-        """The decoder's matching loss given z_t, and the KL per series.
+    def decode(
+        self, z0, t, points, generator=None, continuous=False, solver=None, progress=iter
+    ) -> Tensor:
+        """Eq. 13: sets x̂ `(B, T, points, d)` at any times t, from base points y ~ N(0, I).
 
-        With `times`, the decoder's loss is that at so many of t, chosen at random; the encoder
-        sees all. With `pieces`, half of the loss is that of pieces of so many points: a piece does
-        not see the rest of its set, so it must use z_t, which attention over whole sets can do
-        without. `moments` is the weight of `moment_error`, at all of t.
+        If continuous, each point has one y for all times, and so moves continuously.
         """
-        if moments and not hasattr(self, "moments"):
-            raise ValueError(f"moments={moments}: only in a model with frequencies, such as 96")
-        posterior = self.encode(x, t, mask)
-        z = self.latents(posterior.sample(generator), t)
-        told = moments * self.moment_error(x, z, mask) if moments else 0
-        if times:
-            some = torch.randperm(len(t), device=x.device, generator=generator)[:times]
-            x, z, mask = x[:, some], z[:, some], None if mask is None else mask[:, some]
-        loss = self.decoder.matching_loss(x, mask, z, coupling, generator)
-        if pieces:
-            if mask is not None or not 0 < pieces <= x.shape[-2]:
-                raise ValueError(f"pieces={pieces} of sets of {x.shape[-2]} points, without a mask")
-            part = x[..., : x.shape[-2] // pieces * pieces, :].unflatten(-2, (-1, pieces))
-            z = z[..., None, :].expand(*part.shape[:-2], -1)
-            loss = (loss + self.decoder.matching_loss(part, None, z, coupling, generator)) / 2
-        return loss + told, posterior.kl()
-
-    def moment_error(self, x, z, mask=None):
-        """Mean square of W z_t − φ(x_t), φ(x) = meanᵢ (cos, sin)(ω·xᵢ) at fixed frequencies ω.
-
-        φ is the characteristic function of the set's points. Matching alone tells the encoder
-        little through its noise; φ has none but that of the set.
-        """
-        angle = self.decoder.enter(x, mask) @ self.frequencies.T
-        phi = pool_mean(torch.cat([angle.cos(), angle.sin()], -1), mask)[..., 0, :]
-        return (self.moments(z) - phi).square().mean()
-
-    def decode(self, z0, t, points, generator=None):
-        """Eq. 13: sets x̂ `(B, T, points, d)` at any times t, from base points y ~ N(0, I)."""
-        if points < 1:
-            raise ValueError(f"points must be at least 1, not {points}")
-        z = self.latents(z0, t)
-        y = normal((*z.shape[:-1], points, self.dim), z, generator)
-        return self.decoder.decode(y, context=z)
+        check_counts(points=points)
+        z = self.latents(z0, t, solver)
+        y = normal((len(z), 1 if continuous else z.shape[1], points, self.dim), z, generator)
+        y = y.expand(-1, z.shape[1], -1, -1).flatten(0, 1)
+        x = self.decoder.decode_pieces(y, z.flatten(0, 1), solver, progress)
+        return x.unflatten(0, z.shape[:2])
 
     @torch.no_grad()
-    def sample(self, sets, t, points, generator=None):
+    def sample(self, sets, t, points, generator=None, **how) -> Tensor:
         """Eq. 12: z₀ ~ N(0, I), then decode."""
-        if sets < 1:
-            raise ValueError(f"sets must be at least 1, not {sets}")
+        check_counts(sets=sets)
         z0 = normal((sets, self.latent), self.decoder.mean, generator)
-        return self.decode(z0, t, points, generator)
+        return self.decode(z0, t, points, generator, **how)
 
     @torch.no_grad()
-    def reconstruct(self, x, t, t_out=None, points=None, mask=None, generator=None):
+    def reconstruct(self, x, t, t_out=None, points=None, mask=None, generator=None, **how):
         """Decode the posterior mean of a series at times t_out, the observed ones by default."""
-        t_out, points = t if t_out is None else t_out, x.shape[-2] if points is None else points
-        return self.decode(self.encode(x, t, mask).mean, t_out, points, generator)
+        z0 = self.encode(x, t, mask).mean
+        t_out, points = t if t_out is None else t_out, len(x[0][0]) if points is None else points
+        return self.decode(z0, t_out, points, generator, **how)
 
 
 class LatentField(nn.Module):
@@ -581,20 +496,67 @@ class LatentField(nn.Module):
         return self.network(z)
 
 
-def read_times(t):
-    """t as a list, checked."""
-    if not isinstance(t, torch.Tensor) or t.dim() != 1 or not t.is_floating_point() or not len(t):
-        got = f"{t.dtype} {tuple(t.shape)}" if isinstance(t, torch.Tensor) else type(t).__name__
-        raise ValueError(f"t must be a 1-D floating point tensor of times, not {got}")
-    times = t.tolist()
-    if not all(map(math.isfinite, times)) or any(b <= a for a, b in zip(times, times[1:])):
-        raise ValueError(f"t must be finite and strictly increasing, not {times}")
-    return times
+def read_times(t, batch):
+    """Times `(T,)` or `(batch, T)` as a float64 tensor `(batch, T)` on the CPU, checked."""
+    t = as_tensor("t", t, torch.empty(0), torch.float64).cpu()
+    if not t.dim() or not t.numel() or t.shape[:-1] not in ((), (batch,)):
+        raise ValueError(f"t must be times (T,) or ({batch}, T), not {tuple(t.shape)}")
+    if not t.isfinite().all() or not (t.diff() > 0).all():
+        raise ValueError(f"t must be finite and strictly increasing, not {t.tolist()}")
+    return t.expand(batch, -1).clone()
 
 
-def check_series(x, t, dim, mask):
-    read_times(t)
-    if x.dim() != 4 or x.shape[1] != len(t):
-        raise ValueError(f"x must be (B, {len(t)} times, points, {dim}), not {tuple(x.shape)}")
-    check_set(x, dim, mask)
-    check_values(x, mask)
+# --------------------------------------------------------------------------------- trained models
+
+CLASSIFIERS = {  # the rows of Table 1
+    "exnode-deepsets": partial(SetClassifier, field="deepsets"),
+    "exnode-attention": partial(SetClassifier, field="attention"),
+    "deepsets": sets.DeepSets,
+    "settransformer": sets.SetTransformer,
+}
+
+
+def build(config, dim, classes=None) -> nn.Module:
+    """The model that the options of a run describe, for points in `dim` dimensions."""
+    if "model" in config:
+        return CLASSIFIERS[one_of("model", config["model"], CLASSIFIERS)](dim, classes)
+    if "decoder" in config:
+        names = ("latent", "decoder", "hidden", "gradient", "trace")
+        return TemporalSetVAE(dim, **{name: config[name] for name in names})
+    names = ("blocks", "field", "hidden", "heads", "time", "gradient", "method", "probes")
+    how = {name: config[name] for name in names} | {"trace": config["trace"] or "hutchinson"}
+    if how["method"] != "dopri5":
+        how["options"] = {"step_size": 0.5 / config["steps"]}
+    if how["field"] == "transformer":  # with views: beyond/transformer.py
+        views = {name: config.get(name, 0) for name in ("fine", "cells")}
+        shape = dict(zip(("width", "layers"), one_width(how["hidden"])))
+        how["field"] = partial(TransformerField, **shape, heads=how["heads"], end=0.5, **views)
+    return SetFlow(dim, t1=0.5, rtol=config["tolerance"], atol=config["tolerance"], **how)
+
+
+def load(run) -> nn.Module:
+    """The trained model of a run directory, ready to use: `exnode.load("pretrained/chair")`."""
+    path = Path(run) / "best.pt"
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file, so {run} holds no trained model")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if state["format"] != FORMAT:
+            raise ValueError(f"in the format {state['format']!r}, not {FORMAT!r}")
+        return restore(state["config"], state["model"]).eval()
+    except Exception as e:  # a file may hold anything
+        why = f"{type(e).__name__}: {e}".splitlines()[0][:160]
+        raise ValueError(f"{path}: damaged, or not of this program ({why})") from None
+
+
+def restore(config, weights):
+    """The model of a run with its weights, whose shapes tell the dimensions and classes."""
+    if "model" in config:
+        first = {"deepsets": "layers.0", "settransformer": "blocks.0.gather.k"}
+        dim = weights[first.get(config["model"], "expand.0") + ".weight"].shape[1]
+    else:
+        dim = len(weights["decoder.mean" if "decoder" in config else "mean"])
+    model = build(config, dim, classes=len([*weights.values()][-1]))
+    # moments are a part of training only: beyond/matching.py
+    model.load_state_dict({k: v for k, v in weights.items() if not k.startswith("moments.")})
+    return model

@@ -20,19 +20,20 @@ ModelNet of the scaled shape. Bits per dimension are −PPLL / (d ln 2) in the s
 
 Departures from the paper
 - `--objective matching` regresses the same field on straight paths from data to noise. It puts
-  data into units of their own mean and deviation first (`SetFlow.standardise`). `--spare` has
-  more points of each shape tell where a noisy point may come from (`exnode.exchange`).
+  data into units of their own mean and deviation first (`SetFlow.standardise`). `--spare` lowers
+  the variance of its targets by more points of each shape: `beyond/matching.py`.
 - The test likelihood has the exact trace, or for the transformer, which has no shortcut to it,
   Hutchinson's unbiased estimate with --probes probes, unless --trace says otherwise.
 - Weights are selected on held-out training sets, of which about VALID_POINTS points are read, by
   dopri5 at a tolerance of 1e-3 at the tightest. The test sets are read once, at the end, by dopri5
-  at --tolerance, whatever --method training has.
+  at --tolerance, whatever --method training has: fixed steps have errors of their own, which
+  training through them could exploit. `tolerance_error` beside a test's PPLL is by how many nats
+  per point a set is off at that tolerance: the most among CHECKED_SETS, solved at a hundredth.
 - "Halved every 100 epochs" is "after each tenth of the run", so that any budget has all of it.
 - A transformer field, its views, Muon and averaged weights are options; what they gain is in
   the README.
 """
 
-import copy
 import math
 import sys
 import time
@@ -43,16 +44,17 @@ import numpy as np
 import torch
 
 import data
-from exnode import GRADIENTS, TRACES, SetFlow
+import exnode
+from beyond.matching import COUPLINGS, matching_loss
 from sets import count
-from solvers import METHODS, Stats
+from solvers import METHODS, SolverError, Stats
 from support import metrics, pictures, training
 
 FIELDS = ("attention", "deepsets", "transformer")
 INTERVALS = 10  # of the run, each with half the learning rate of the one before
 VALID_POINTS = 6400  # points, of all sets together, in an evaluation
 SCORE_SETS = 1000  # samples that are scored at the end
-PIECE = 2**16  # points that are sampled at once
+CHECKED_SETS = 8  # test sets that are solved once more, at a hundredth of the tolerance
 ONLY_WITH = {  # options that would otherwise do nothing
     "steps": ("method", "rk4", "rk5"),
     "gradient": ("objective", "likelihood"),
@@ -75,53 +77,60 @@ MODEL_OPTIONS = ("blocks", "hidden", "heads", "field", "time", "fine", "cells")
 def parse(argv=None):
     usual = {"epochs": 1000, "batch_size": 128, "every": 250}
     parser = training.options("Model the density of sets.", "flow", **usual)
-    add, number = parser.add_argument, training.number
-    help = "of the sets: 50 on mnist and 512 on modelnet if None, as in the paper"
+    number, widths = training.number, training.widths
+    add = parser.add_argument_group("data").add_argument
+    help = "points in each set; None: 50 on mnist and 512 on modelnet, as in the paper"
     add("--points", type=number(int, 1), help=help)
     add("--category", help='such as "chair"; None: all, or synthetic digits')
-    choices = ("likelihood", "matching")
-    add(
-        "--objective", choices=choices, default="likelihood", help="what training maximises or fits"
-    )
+    help = "sets of the test split that are read at the end; None: all"
+    add("--test-sets", type=number(int, 2), help=help)
+
+    add = parser.add_argument_group("the model of the paper").add_argument
+    help = "field of each block; the transformer is ours"
+    add("--field", choices=FIELDS, default="attention", help=help)
+    add("--blocks", type=number(int, 1), default=12, help="blocks in the chain")
+    add("--hidden", type=widths, default=[128] * 3, help="widths of a field's layers")
+    add("--heads", type=number(int, 1), default=4, help="heads of attention")
+    add("--time", action="store_true", help="attention and deepsets fields read the ODE's t")
+
+    add = parser.add_argument_group("training").add_argument
+    help = "what training maximises or fits; matching, ours, has no solver in its loop"
+    add("--objective", choices=("likelihood", "matching"), default="likelihood", help=help)
     help = "start from the best weights of a RUN, whose data and model, and for matching"
     help += " --coupling, --finest and --spare, are then the defaults; units of data stay RUN's"
     add("--finetune", metavar="RUN", help=help)
-    add("--field", choices=FIELDS, default="attention", help="of each block")
-    add("--blocks", type=number(int, 1), default=12, help="in the chain")
-    add("--hidden", type=training.widths, default=[128] * 3, help="widths of a field's layers")
-    add("--heads", type=number(int, 1), default=4, help="of attention")
-    add("--time", action="store_true", help="attention and deepsets fields read the ODE's t")
+    help = "None: hutchinson in training; at the end exact, or hutchinson for the transformer"
+    add("--trace", choices=exnode.TRACES, help=help)
+    add("--probes", type=number(int, 1), default=1, help="probes of Hutchinson's estimator")
+    add("--gradient", choices=exnode.GRADIENTS, default="adjoint", help="of the likelihood")
+    add("--method", choices=("dopri5", "rk4", "rk5"), default="dopri5", help="solver in training")
+    help = "tolerance of dopri5, which every evaluation uses"
+    add("--tolerance", type=number(float, 1e-12), default=1e-5, help=help)
+    add("--steps", type=number(int, 1), default=1, help="steps of rk4 or rk5 per block")
+    add("--clip", type=number(float, 1e-9), help="largest norm of a gradient; None: any")
+
+    add = parser.add_argument_group("ours").add_argument
+    help = "how matching pairs noise with points"
+    add("--coupling", choices=COUPLINGS, default="swaps", help=help)
+    help = "noise that matching resolves, as a share of the data's deviation"
+    add("--finest", type=number(float, 1e-6, below=10), default=0.1, help=help)
+    help = "more points of each shape, for targets of lower variance in matching: for ModelNet"
+    help += " (1536 of 2048) and built-in sets"
+    add("--spare", type=number(int, 0), default=0, metavar="K", help=help)
     help = "a transformer in one block also sees near neighbours, at the scale of the noise: for"
     help += " shapes with flat parts"
     add("--fine", action="store_true", help=help)
-    help = "a transformer in one block knows that no two points share a cell of a grid, so many to"
-    help += " a unit: 28 for the pixels of mnist; 0: no grid"
+    help = "a transformer in one block knows that no two points share a cell of a grid with this"
+    help += " many cells to a unit: 28 for the pixels of mnist; 0: no grid"
     add("--cells", type=number(int, 0), default=0, help=help)
-    help = "None: hutchinson in training; at the end exact, or hutchinson for the transformer"
-    add("--trace", choices=TRACES, help=help)
-    add("--probes", type=number(int, 1), default=1, help="of Hutchinson's estimator")
-    add("--gradient", choices=GRADIENTS, default="adjoint", help="of the likelihood")
-    add("--method", choices=("dopri5", "rk4", "rk5"), default="dopri5", help="solver in training")
-    help = "of dopri5, which every evaluation uses"
-    add("--tolerance", type=number(float, 1e-12), default=1e-5, help=help)
-    add("--steps", type=number(int, 1), default=1, help="of rk4 or rk5 per block")
-    choices = ("swaps", "none")
-    add("--coupling", choices=choices, default="swaps", help="of noise to points, for matching")
-    help = "noise that matching resolves, as a share of the data's deviation"
-    add("--finest", type=number(float, 1e-6), default=0.1, help=help)
-    help = "more points of each shape, with which matching replaces a point by its mean given its"
-    help += " noisy one: far less noise in training. For ModelNet (1536 of 2048) and built-in sets"
-    add("--spare", type=number(int, 0), default=0, metavar="K", help=help)
-    add("--clip", type=number(float, 1e-9), help="largest norm of a gradient; None: any")
-    help = "sets of the test split that are read at the end; None: all"
-    add("--test-sets", type=number(int, 2), help=help)
+
+    add = parser.add_argument_group("from a finished run").add_argument
     add("--load", metavar="RUN", help="a run directory, for --sample or --evaluate")
     add("--sample", type=number(int, 1), metavar="K", help="draw K sets from --load RUN")
     help = "with --sample: also draw how the first five come from noise"
     add("--path", action="store_true", help=help)
     add("--evaluate", action="store_true", help="only test the best weights of --load RUN")
-    args = parser.parse_args(argv)
-    return check(parser, args, argv)
+    return check(parser, parser.parse_args(argv), argv)
 
 
 def check(parser, args, argv):
@@ -170,50 +179,49 @@ def load_sets(args):
     return data.load(args.data, args.root, seed=args.seed, **how)
 
 
-def make_model(args, dim):
-    """The chain of blocks."""
-    solver = {"method": args.method, "rtol": args.tolerance, "atol": args.tolerance}
-    if args.method != "dopri5":
-        solver["options"] = {"step_size": 0.5 / args.steps}
-    flow = {"gradient": args.gradient, "trace": args.trace or "hutchinson", "probes": args.probes}
-    flow |= {name: getattr(args, name) for name in MODEL_OPTIONS}
+def build(args, dim):
     try:
-        return SetFlow(dim, t1=0.5, **flow, **solver)
+        return exnode.build(vars(args), dim)
     except ValueError as e:  # a width that is too small for its heads
         raise training.UsageError(f"--hidden: {e}") from None
 
 
-def judge(args, model, tolerance=0.0):
-    """A copy for evaluations: --trace, or exact where that is cheap; dopri5, not below `tolerance`.
-
-    Fixed steps have errors of their own, which training through them could exploit.
-    """
-    twin, tolerance = copy.deepcopy(model).eval(), max(args.tolerance, tolerance)
-    twin.trace = args.trace or ("hutchinson" if args.field == "transformer" else "exact")
-    for block in twin.blocks:
-        block.settings = {"method": "dopri5", "rtol": tolerance, "atol": tolerance, "options": None}
-    return twin
-
-
 def read_run(args):
     """The model with the best weights of --load RUN."""
-    path = Path(args.load) / "best.pt"
-    state = training.read_checkpoint(path)
-    if "mean" not in state.get("model", ()):
-        raise training.UsageError(f"{path}: of another model, not of a set flow")
-    model = make_model(args, len(state["model"]["mean"]))
-    training.load_weights(model, state["model"], path)
-    return model.eval()
+    try:
+        flow = exnode.load(args.load)
+    except ValueError as e:
+        raise training.UsageError(f"--load: {e}") from None
+    if not isinstance(flow, exnode.SetFlow):
+        raise training.UsageError(f"--load {args.load}: of another model, not of a set flow")
+    return flow
+
+
+def dopri5(args, least=0.0):
+    """The solver of all evaluations, at --tolerance, but at a tolerance of no less than `least`."""
+    tolerance = max(args.tolerance, least)
+    return {"method": "dopri5", "rtol": tolerance, "atol": tolerance}
+
+
+def density(args):
+    """The trace of evaluations: --trace, or the exact one where that is cheap."""
+    usual = "hutchinson" if args.field == "transformer" else "exact"
+    return {"trace": args.trace or usual, "probes": args.probes}
 
 
 def check_memory(args, world, dim, points, sets=1, whole=0, *, training_too=False, pairs=False):
-    """About what so many points take at once; pairs: the exact trace of attention.
+    """Estimated peak bytes for `sets` sets of `points` points; pairs: attention's exact trace.
 
     whole: numbers of the output, beside them. Backpropagation keeps 20 evaluations by dopri5.
     """
     kept = 12 * max(args.hidden)  # numbers per point
     if training_too:
         kept = 30 * sum(args.hidden) + 3 * args.spare
+    if training_too:
+        widths = (dim, *args.hidden)
+        whole += 12 * args.blocks * sum(a * b for a, b in zip(widths, args.hidden))  # weights
+    if args.objective == "likelihood" or pairs:
+        kept = max(kept, 2 * max(args.hidden) * args.probes)
     if training_too and args.objective == "likelihood" and args.gradient == "backprop":
         evaluations = 20 if args.method == "dopri5" else len(METHODS[args.method].b) * args.steps
         kept = max(kept, 2.5 * sum(args.hidden) * args.blocks * evaluations)
@@ -224,14 +232,14 @@ def check_memory(args, world, dim, points, sets=1, whole=0, *, training_too=Fals
 
 # -------------------------------------------------------------------------------- evaluation
 @torch.no_grad()
-def measure_likelihood(model, split, batch_size, world, seed=0):
+def measure_likelihood(model, split, batch_size, world, how, seed=0):
     """PPLL over all sets of a split, its standard error, and what solving took."""
     sums, stats = torch.zeros(2, dtype=torch.float64, device=world.device), Stats()
     generator = torch.Generator(world.device).manual_seed(seed + world.rank)
     batches = data.batches(split, batch_size, training=False, workers=1, **world.share)
     total = data.steps(split, batch_size, training=False)
     for x, mask, *_ in training.watch("likelihood", batches, total):
-        log_p = model.log_prob(x, mask, generator=generator, stats=stats).double()
+        log_p = model.log_prob(x, mask, generator=generator, stats=stats, **how).double()
         value = log_p / count(x, mask) + split.log_unit
         sums += torch.stack([value.sum(), value.square().sum()])
     mean, square = (world.sum(sums) / len(split)).tolist()
@@ -244,30 +252,51 @@ def measure_likelihood(model, split, batch_size, world, seed=0):
     }
 
 
-def draw_base(model, sets, points, seed):
-    """Base points z `(sets, points, d)`, drawn on the CPU: the same on any device."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(sets, points, model.dim, generator=generator).to(model.mean)
-
-
 @torch.no_grad()
-def draw_sets(model, sets, points, seed=0):
-    """`(sets, points, d)` samples, solved for about PIECE points at a time."""
-    parts = draw_base(model, sets, points, seed).split(max(1, PIECE // points))
-    return torch.cat([model.decode(part) for part in training.watch("sampling", parts)])
+def tolerance_error(model, split, world, how):
+    """The largest change of a few sets' log p per point at a hundredth of the tolerance."""
+    few = split.some(CHECKED_SETS)
+    x, mask, *_ = next(data.batches(few, len(few), training=False, device=world.device))
+    tight = how["solver"] | {k: how["solver"][k] / 100 for k in ("rtol", "atol")}
+    found = []
+    for solver in (how["solver"], tight):
+        same = torch.Generator(world.device).manual_seed(0)  # the same noise for both
+        try:
+            log_p = model.log_prob(x, mask, generator=same, **how | {"solver": solver})
+        except SolverError:
+            return None  # unknown: at so small a tolerance there is no solution in this precision
+        found.append(log_p / count(x, mask))
+    return (found[0] - found[1]).abs().max().item()
 
 
-def measure_samples(model, split, seed, sets=SCORE_SETS):
+def draw_sets(args, model, sets, points):
+    """`(sets, points, d)` samples by --seed, the same on any device."""
+    how = {"solver": dopri5(args), "progress": partial(training.watch, "sampling")}
+    return model.sample(sets, points, torch.Generator().manual_seed(args.seed), **how)
+
+
+def measure_samples(args, model, split, sets=SCORE_SETS):
     """Scores of generated sets against as many test sets, and the seconds each took."""
     split, points = split.some(sets), data.span(split.points)[1]
     sets = len(split)
     real = torch.from_numpy(split.draw(np.arange(sets))[0]).to(model.mean.device)
     begun = time.monotonic()
-    samples = draw_sets(model, sets, points, seed)
+    samples = draw_sets(args, model, sets, points)
     samples.sum().item()  # a GPU has done its work only now
     seconds = (time.monotonic() - begun) / sets
     scores = metrics.sample_scores(samples, real, partial(training.watch, "scores"))
     return {**scores, "sets": sets, "seconds_per_sample": seconds}
+
+
+def test_metrics(args, model, test, world):
+    """All that is measured on test sets."""
+    test, how = test.some(args.test_sets), {"solver": dopri5(args), **density(args)}
+    results = measure_likelihood(model, test, args.batch_size, world, how)
+    results |= {"trace": how["trace"], "log_unit": test.log_unit, "tolerance": args.tolerance}
+    results["tolerance_error"] = tolerance_error(model, test, world, how)
+    if (noise := test.noise()) is not None:
+        results["noise"] = noise
+    return results | {"samples": measure_samples(args, model, test)}
 
 
 # ---------------------------------------------------------------------------------- training
@@ -281,7 +310,7 @@ def train(args):
     sets, points = args.batch_size // world.size, data.span(splits.train.points)[1]
     check_memory(args, world, splits.train.dim, points, sets, training_too=True)
     training.seed(args.seed)
-    model = make_model(args, splits.train.dim).to(world.device)
+    model = build(args, splits.train.dim).to(world.device)
     start(args, model, splits.train)
     optimizer = training.OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
     steps = data.steps(splits.train, args.batch_size)
@@ -298,16 +327,19 @@ def train(args):
         if args.objective == "matching":
             how = {"coupling": args.coupling, "finest": args.finest}
             if args.spare:
-                return model.matching_loss(batch.x[:, :points], spare=batch.x[:, points:], **how)
-            return model.matching_loss(batch.x, batch.mask, **how)
+                x, spare = batch.x[:, :points], batch.x[:, points:]
+                return matching_loss(model, x, spare=spare, **how)
+            return matching_loss(model, batch.x, batch.mask, **how)
         return -(model.log_prob(batch.x, batch.mask) / count(batch.x, batch.mask)).mean()
 
     def evaluate(model):
-        twin = judge(args, model, tolerance=1e-3)
-        return {"valid_ppll": measure_likelihood(twin, valid, args.batch_size, world)["ppll"]}
+        how = {"solver": dopri5(args, least=1e-3), **density(args)}
+        return {"valid_ppll": measure_likelihood(model, valid, args.batch_size, world, how)["ppll"]}
 
     run.fit(loss, batches, evaluate, best="valid_ppll")
-    return finish(args, run, model, splits.test)
+    if world.rank == 0:
+        draw_run(args, model, splits.test)
+    return run.finish(test_metrics(args, model, splits.test, world))
 
 
 def start(args, model, train):
@@ -316,34 +348,15 @@ def start(args, model, train):
         before = training.read_config(args.finetune)
         new = [name for name in ("fine", "cells") if not before.get(name)]  # start without effect
         training.load_best(model, args.finetune, [f"blocks.0.field.{name}." for name in new])
-        model.place_cells()
     elif args.objective == "matching":
         x, mask, _ = train.draw(np.arange(min(len(train), 2000)))
         try:
             model.standardise(*(None if a is None else torch.from_numpy(a) for a in (x, mask)))
         except ValueError as e:
             raise training.UsageError(f"--objective matching: {e}") from None
-
-
-def measure(args, model, test, world):
-    twin, test = judge(args, model), test.some(args.test_sets)
-    results = measure_likelihood(twin, test, args.batch_size, world)
-    results |= {"trace": twin.trace, "tolerance": args.tolerance, "log_unit": test.log_unit}
-    if (noise := test.noise()) is not None:
-        results["noise"] = noise
-    return results | {"samples": measure_samples(twin, test, args.seed)}
-
-
-def finish(args, run, model, test):
-    """Pictures, then the test, which takes longer, and results.json, which marks the end."""
-    if run.world.rank == 0:
-        out, twin = Path(args.out), judge(args, model)
-        draw_curves(out)
-        draw_beside(out / "samples.png", twin, test, args.seed)
-        z = draw_base(twin, 5, data.span(test.points)[1], args.seed)
-        draw_path(out / "path", twin, z)
-    results = measure(args, model, test, run.world)
-    return run.finish(results)
+    if args.cells:  # where the cells lie in the units of the data
+        grid = args.cells * torch.stack([model.std, model.mean])
+        model.blocks[0].field.cells.grid.copy_(grid)
 
 
 # ---------------------------------------------------------------------------------- pictures
@@ -366,15 +379,23 @@ def draw_samples(path, samples, real=None):
     pictures.write_png(path, grid)
 
 
-def draw_beside(path, model, test, seed):
+def draw_beside(path, args, model, test):
     """Nine real sets, and samples of as many points beneath."""
     real = test.some(9)
-    samples = draw_sets(model, 18, data.span(test.points)[1], seed)
+    samples = draw_sets(args, model, 18, data.span(test.points)[1])
     draw_samples(path, samples, real.draw(np.arange(len(real)))[0])
 
 
+def draw_run(args, model, test):
+    """The pictures of a run: curves.png, samples.png, path.png and path-moving.png."""
+    out, points = Path(args.out), data.span(test.points)[1]
+    draw_curves(out)
+    draw_beside(out / "samples.png", args, model, test)
+    draw_path(out / "path", args, model, 5, points)
+
+
 @torch.no_grad()
-def paths(model, z, frames):
+def paths(model, z, frames, solver=None):
     """Where points are on the way from noise to data: `(frames, ...)`, in the units of data."""
     at, blocks = [z], len(model.blocks)
     s = torch.linspace(1, 0, frames).tolist()
@@ -383,14 +404,16 @@ def paths(model, z, frames):
             high, low = min(start * blocks - i, 1.0), max(end * blocks - i, 0.0)
             if high > low:
                 block = model.blocks[i]
-                z = block.integrate(z, None, None, (high * block.t1, low * block.t1), None)
+                z = block.integrate(z, (high * block.t1, low * block.t1), solver=solver)
         at.append(z)
-    return torch.stack([model.leave(z) for z in at])
+    return torch.stack([model.from_units(z) for z in at])
 
 
-def draw_path(name, model, z):
-    """name.png, sets on their way from noise z to data, and name-moving.png, the same in motion."""
-    at = paths(model, z, 25).cpu().numpy()  # (frames, sets, n, d)
+def draw_path(name, args, model, sets, points):
+    """How the first five of `sets` samples come from noise: name.png, and name-moving.png."""
+    generator = torch.Generator().manual_seed(args.seed)  # the noise of draw_sets
+    z = exnode.normal((sets, points, model.dim), model.mean, generator)[:5]
+    at = paths(model, z, 25, dopri5(args)).cpu().numpy()  # (frames, sets, n, d)
     rows = [list(at[::3, i]) for i in range(len(z))]
     names = [f"{k / 8:.2f}" for k in range(9)]
     grid = pictures.point_grid(rows, names, title="from noise to data, over time")
@@ -404,23 +427,22 @@ def draw_path(name, model, z):
 # -------------------------------------------------------------------------- from a finished run
 def sample(args):
     """--sample K: K sets of --points points as .npy and PNG in the run directory."""
-    world, model = training.connect(args), judge(args, read_run(args))
+    world, model = training.connect(args), read_run(args)
     model.to(world.device)
     args.points = args.points or data.POINTS["mnist" if model.dim == 2 else "modelnet"]["flow"]
-    sets = min(args.sample, max(1, PIECE // args.points))
+    sets = min(args.sample, max(1, exnode.PIECE // args.points))
     whole = 4 * args.sample * args.points * model.dim
     check_memory(args, world, model.dim, args.points, sets, whole)
     name = Path(args.out) / f"samples-{args.sample}x{args.points}-seed{args.seed}"
     training.make_folder(args.out)
     begun = time.monotonic()
-    sets = draw_sets(model, args.sample, args.points, args.seed).cpu()
+    sets = draw_sets(args, model, args.sample, args.points).cpu()
     seconds = (time.monotonic() - begun) / args.sample
     training.write(Path(f"{name}.npy"), lambda f: np.save(f, sets.numpy()))
     draw_samples(f"{name}.png", sets[:27])
     training.say(f"{name}.npy and .png: {seconds:.3g} s per set")
     if args.path:
-        z = draw_base(model, args.sample, args.points, args.seed)[:5]  # of the first samples
-        draw_path(f"{name}-path", model, z)
+        draw_path(f"{name}-path", args, model, args.sample, args.points)
         training.say(f"{name}-path.png and -path-moving.png: from noise to data")
     return {"samples": sets, "seconds_per_sample": seconds}
 
@@ -432,10 +454,10 @@ def evaluate_only(args):
         raise training.UsageError(f"--load {args.load}: a model of {model.dim}-D, not {test.dim}-D")
     sets = args.batch_size // world.size
     check_memory(args, world, test.dim, data.span(test.points)[1], sets, pairs=True)
-    found = measure(args, model.to(world.device), test, world)
+    found = test_metrics(args, model.to(world.device), test, world)
     results = training.write_evaluation(found, args, world)
     if world.rank == 0:
-        draw_beside(Path(args.out) / "evaluation.png", judge(args, model), test, args.seed)
+        draw_beside(Path(args.out) / "evaluation.png", args, model, test)
     return results
 
 
@@ -448,6 +470,9 @@ def main(argv=None):
     test = results["test"]
     unit = f"{test['ppll']:.4f} ± {test['standard_error']:.4f}"
     training.say(f"test PPLL {unit} nats per point, {test['bits_per_dim']:.4f} bits per dimension")
+    if (off := test.get("tolerance_error")) is not None:
+        say = f"at tolerance {test['tolerance']:g}, sets are off by up to {off:.2g} nats per point"
+        training.say(say)
     scores = test["samples"]
     text = ", ".join(f"{name} {scores[name]:.4g}" for name in ("1-NNA", "MMD", "COV"))
     training.say(f"{scores['sets']} samples: {text}")

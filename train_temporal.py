@@ -8,13 +8,13 @@
     python train_temporal.py --load runs/temporal --reconstruct mine.npy --at 0,0.3,0.55,1
     python train_temporal.py --load runs/temporal --evaluate --classifier runs/digits
 
-    Sec. 4.4, five fixed times             --times; --random-times for other grids
+    Sec. 4.4, five fixed times             --times
     App. C.3, recipe: 64 points, latent
     128, dopri5 at 1e-3 and 1e-4, Adam
     1e-3, batches of 128; authors' code:
     halved every 50 of 100 epochs          the defaults; INTERVALS
     Eq. 11, ELBO                           measure_elbo; --objective elbo
-    Eq. 12, 13, sampling at any time       decode
+    Eq. 12, 13, sampling at any time       --sample, --reconstruct
     Fig. 5, 6, samples, red and green      samples.png, moving.png; frame
     Fig. 7, conditional samples            reconstructions.png
     Fig. 8, interpolation of z₀            latent.png
@@ -25,6 +25,8 @@ Departures from the paper
 - Weights are selected by the ELBO of held-out series; the test series are read once, at the end.
   Both ELBOs use exact traces (a transformer's, Hutchinson's unbiased one), and at most
   --valid-series and --test-series evenly spaced series: a CPU needs up to a second for each.
+  `tolerance_error` beside a test's ELBO is by how many nats per point a series is off at the
+  solver's tolerance: the most among CHECKED_SERIES, solved at a hundredth of it.
 - The paper shows pictures only. We measure, too: Chamfer distances of reconstructions at trained
   times, between and beyond them, to an independent draw of the true set there. Rivals: a copy of
   the true set at the nearest trained time, and, as the floor, one more draw of the true set.
@@ -32,10 +34,10 @@ Departures from the paper
   that were given: `--classifier`, a run of `train_cls.py --data mnist`.
 - `--objective matching` regresses the decoder on straight paths, in units of the data's deviation,
   instead of solving it: error per coordinate + --kl · KL / coordinates of a series + --moments ·
-  error of the characteristic function that z tells (TemporalSetVAE.moment_error). With noise and
-  points paired at random (--coupling none) 2.4 · error is about −log p + const (ln(1 + 1/ε) in
-  exnode.schedule), so that 0.42 is the ELBO's own weight. Noise assigned to near points leaves less
-  to explain: after 375 steps on the built-in digits (one seed, 32 points) the KL was 19 nats and
+  error of the characteristic function that z predicts (beyond/matching.py). With noise and points
+  paired at random (--coupling none) 2.4 · error is about −log p + const (ln(1 + 1/ε) in
+  noise_level), so that 0.42 is the ELBO's own weight. Noise assigned to near points leaves less to
+  explain: after 375 steps on the built-in digits (one seed, 32 points) the KL was 19 nats and
   rising with 0.043, 4.5 and falling with 0.22.
 - In pictures and files a point keeps its base point y over time (Eq. 13 draws y anew at each time),
   so that it moves continuously; the distribution of the set at each time is the same.
@@ -44,27 +46,35 @@ Departures from the paper
 
 import argparse
 import sys
+import tokenize
 import zipfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 import data
-from exnode import DECODERS, GRADIENTS, TRACES, SetClassifier, TemporalSetVAE, normal
+import exnode
+from beyond.matching import COUPLINGS, Moments, temporal_matching_loss
+from solvers import SolverError
 from support import pictures, training
 from support.metrics import chamfer
 
 INTERVALS = 2  # of the run, each with half the learning rate of the one before
 HIDDEN = {"concatsquash": [512] * 3, "attention": [128] * 3, "transformer": [128] * 4}
-DIM, PIECE = 2, 2**15  # of a point; points that are decoded at once
+DIM = 2  # of a point
+CHECKED_SERIES = 8  # test series that are solved once more, at a hundredth of the tolerance
+NOT_AN_ARRAY = (  # what numpy raises for a header or a file that is none
+    ArithmeticError, EOFError, MemoryError, OSError, RecursionError, SyntaxError, TypeError,
+    ValueError, tokenize.TokenError, zipfile.BadZipFile,
+)  # fmt: skip
 UNITS = "nats per point, in pixels: log p / n on half a canvas − 2 ln 14; kl in nats per series"
-FREQUENCIES = 96  # of the moments
 MODEL_OPTIONS = ("data", "category", "points", "times", "decoder", "hidden", "latent", "seed")
 TRAINING = (  # options without a meaning for a finished run
-    "objective", "random_times", "kl", "coupling", "pieces", "match_times", "moments", "gradient",
-    "valid_series", "finetune",
+    "objective", "kl", "coupling", "pieces", "match_times", "moments", "gradient", "valid_series",
+    "finetune",
 )  # fmt: skip
 
 
@@ -83,7 +93,9 @@ def times(text):
     except (ValueError, ArithmeticError):
         want = "want a list such as 0,0.25,1 or a range such as 0:1.5:0.05"
         raise argparse.ArgumentTypeError(f"{text!r}: {want}") from None
-    if not values or not np.isfinite(values).all() or (np.diff(np.float32(values)) <= 0).any():
+    with np.errstate(over="ignore"):
+        single = np.float32(values)
+    if not values or not np.isfinite(single).all() or (np.diff(single) <= 0).any():
         raise argparse.ArgumentTypeError(f"{text!r}: times must be finite and increase")
     return values
 
@@ -91,41 +103,51 @@ def times(text):
 def parse(argv=None):
     usual = {"epochs": 100, "batch_size": 128, "every": 800}
     parser = training.options("Model sets over time.", "temporal", **usual)
-    add, number = parser.add_argument, training.number
-    help = "matching trains the decoder without a solver"
+    number = training.number
+    add = parser.add_argument_group("data").add_argument
+    help = "trained times, or of the output of --load: a list or start:stop:step"
+    add("--times", type=times, default="0,0.25,0.5,0.75,1", help=help)
+    add("--points", type=number(int, 1), default=64, help="points in each set")
+    add("--category", help='digits, such as "1,7"; None: all')
+    help = "series in each validation, at most"
+    add("--valid-series", type=number(int, 1), default=256, help=help)
+    help = "series in the test, at most"
+    add("--test-series", type=number(int, 1), default=1000, help=help)
+
+    add = parser.add_argument_group("the model of the paper").add_argument
+    help = "field of the decoder's flow; the transformer is ours"
+    add("--decoder", choices=exnode.DECODERS, default="concatsquash", help=help)
+    help = "widths of the decoder; None: 512,512,512, or three of 128, for a transformer four"
+    add("--hidden", type=training.widths, metavar="W,W,...", help=help)
+    add("--latent", type=number(int, 1), default=128, help="numbers in z")
+
+    add = parser.add_argument_group("training").add_argument
+    help = "what training maximises or fits; matching, ours, has no decoder's solve in its loop"
     add("--objective", choices=("elbo", "matching"), default="elbo", help=help)
     help = "start from the best weights of a RUN, whose data and model options are the defaults;"
     help += " with another --decoder or --hidden, from those of the encoder and the latent ODE"
     add("--finetune", metavar="RUN", help=help)
-    add("--decoder", choices=DECODERS, default="concatsquash", help="field of the decoder's flow")
-    help = "trained times, or of the output of --load: a list or start:stop:step"
-    add("--times", type=times, default="0,0.25,0.5,0.75,1", help=help)
-    help = "train each batch at so many random times within --times; 0: at --times"
-    add("--random-times", type=number(int, 0), default=0, metavar="K", help=help)
-    add("--points", type=number(int, 1), default=64, help="in each set")
-    add("--category", help='digits, such as "1,7"; None: all')
-    add("--latent", type=number(int, 1), default=128, help="numbers in z")
-    help = "widths of the decoder; None: 512,512,512, or three of 128, for a transformer four"
-    add("--hidden", type=training.widths, metavar="W,W,…", help=help)
+    help = "of a solve; None: adjoint for elbo, backprop for matching, where only z is solved"
+    add("--gradient", choices=exnode.GRADIENTS, help=help)
+    help = "of the ELBO in training; in a test too with a transformer, else that is exact"
+    add("--trace", choices=exnode.TRACES, default="hutchinson", help=help)
+
+    add = parser.add_argument_group("ours").add_argument
     help = "weight of the KL in matching; with --coupling none, 0.42 is the ELBO's own"
     add("--kl", type=number(float, 0), default=0.05, help=help)
-    choices = ("swaps", "none")
-    add("--coupling", choices=choices, default="swaps", help="of noise to points, for matching")
-    help = "also match pieces of so many points by themselves, so that z matters; 0: whole sets"
+    help = "how matching pairs noise with points"
+    add("--coupling", choices=COUPLINGS, default="swaps", help=help)
+    help = "also match pieces of K points by themselves, so that z matters; 0: only whole sets"
     add("--pieces", type=number(int, 0), default=0, metavar="K", help=help)
-    help = "match at so many of a batch's times, by chance, for larger batches; 0: at all of them"
+    help = "match at K random times of a batch, for larger batches; 0: at all of them"
     add("--match-times", type=number(int, 0), default=0, metavar="K", help=help)
-    help = "weight of telling each set's mean cos and sin of ω·x from z, for matching: the encoder"
-    help += " learns much sooner; 20 is a start"
+    help = "weight, in matching, of the error with which z predicts the characteristic function of"
+    help += " each set: the encoder learns much sooner; 20 is a start"
     add("--moments", type=number(float, 0), default=0.0, help=help)
-    help = "of a solve; None: adjoint for elbo, backprop for matching, where only z is solved"
-    add("--gradient", choices=GRADIENTS, help=help)
-    help = "of the ELBO in training; in a test too with a transformer, else that is exact"
-    add("--trace", choices=TRACES, default="hutchinson", help=help)
-    add("--valid-series", type=number(int, 1), default=256, help="at most, per validation")
-    add("--test-series", type=number(int, 1), default=1000, help="at most, in the test")
     help = "a run of train_cls.py on upright digits: does it recognise reconstructions?"
     add("--classifier", metavar="RUN", help=help)
+
+    add = parser.add_argument_group("from a finished run").add_argument
     add("--load", metavar="RUN", help="a run directory; its options are the defaults")
     add("--evaluate", action="store_true", help="only test the best weights of --load")
     add("--sample", type=number(int, 1), metavar="K", help="draw K series from --load")
@@ -142,6 +164,8 @@ def parse(argv=None):
             args.hidden = hidden
     if args.load:
         args = training.parse_finished(args.load, parser, argv, TRAINING)
+        names = ("decoder", "hidden", "latent")
+        training.refuse(parser, args, names, "is not that of the model in --load RUN")
     args.hidden = args.hidden or HIDDEN[args.decoder]
     args.gradient = args.gradient or {"elbo": "adjoint", "matching": "backprop"}[args.objective]
     return check(parser, args)
@@ -164,12 +188,8 @@ def check(parser, args):
         parser.error("--trace: without --objective elbo or a transformer, nothing would read it")
     if args.pieces > args.points and not args.load:
         parser.error(f"argument --pieces: {args.pieces} of sets of {args.points} points")
-    if args.match_times > (args.random_times or len(args.times)) and not args.load:
+    if args.match_times > len(args.times) and not args.load:
         parser.error(f"argument --match-times: {args.match_times} is more than there are")
-    if args.random_times > 1001:
-        parser.error(f"argument --random-times: {args.random_times} is more than 1001")
-    if args.random_times and len(args.times) < 2 and not args.load:
-        parser.error("--random-times wants a first and a last of --times")
     return args
 
 
@@ -194,24 +214,18 @@ def spread(count, most=11):
     return np.linspace(0, count - 1, min(count, most)).round().astype(np.int64)
 
 
-def random_times(args, epoch, step):
-    """Of 1001 times from the first to the last of --times, K different ones, increasing."""
-    rng = np.random.default_rng((args.seed, epoch, step))
-    pick = np.sort(rng.choice(1001, args.random_times, replace=False))
-    return args.times[0] + pick / 1000 * (args.times[-1] - args.times[0])
-
-
 def build(args):
-    kind = {"gradient": args.gradient, "trace": args.trace}
-    kind["frequencies"] = FREQUENCIES if args.moments else 0
     try:
-        return TemporalSetVAE(DIM, args.latent, args.decoder, args.hidden, **kind)
+        model = exnode.build(vars(args), DIM)
     except ValueError as e:  # widths that the heads of attention do not divide
         raise training.UsageError(f"--hidden: {e}") from None
+    if args.moments and not args.load:
+        model.moments = Moments(args.latent, dim=DIM)
+    return model
 
 
 def check_memory(args, world, sets, each, whole=0):
-    """About what `sets` take at once, with `each` numbers a point, and a whole output."""
+    """Estimated peak bytes for `sets` sets, with `each` numbers a point, and a whole output."""
     pairs = 8 * args.points if args.decoder != "concatsquash" else 0
     need = 4 * (whole + sets * args.points * (each + pairs))
     training.check_memory(need, world, f"--points {args.points} with the other options")
@@ -219,26 +233,22 @@ def check_memory(args, world, sets, each, whole=0):
 
 def check_training_memory(args, world):
     """What the encoder and one evaluation of the decoder hold; backpropagation holds about 30."""
-    sets = args.batch_size // world.size * (args.random_times or len(args.times))
+    sets = args.batch_size // world.size * len(args.times)
     decoder = sum(args.hidden)
     if args.objective == "elbo":
         decoder *= (1 + DIM) * (30 if args.gradient == "backprop" else 1)  # values and tangents
-    check_memory(args, world, sets, 4 * (1024 + decoder))
-
-
-@torch.no_grad()
-def decode(model, z0, times, points, generator):
-    """Eq. 12, 13: sets `(B, T, points, d)` at any times; a point has one y for all times."""
-    z = model.latents(z0, torch.tensor(times, dtype=torch.float64))  # (B, T, latent)
-    y = normal((len(z), 1, points, model.dim), z, generator).expand(-1, len(times), -1, -1)
-    sets = max(PIECE // points, 1)  # sets are independent given z
-    pieces = zip(y.flatten(0, 1).split(sets), z.flatten(0, 1).split(sets))
-    x = torch.cat([model.decoder.decode(y, context=z) for y, z in pieces])
-    return x.unflatten(0, (len(z0), len(times)))
+    weights = (args.latent + max(args.hidden)) * (1024 + 3 * sum(args.hidden))
+    check_memory(args, world, sets, 4 * (1024 + decoder), 4 * weights)
 
 
 def generator(args, world):
     return torch.Generator(world.device).manual_seed(args.seed + 7919 * world.rank)
+
+
+def moving(args, draws):
+    """How sets are drawn for files and pictures: a point keeps its base point over time."""
+    watch = partial(training.watch, "decoding")
+    return {"points": args.points, "generator": draws, "continuous": True, "progress": watch}
 
 
 # --------------------------------------------------------------------------------------- measures
@@ -248,23 +258,18 @@ def shared_batches(split, args, world, what):
     return training.watch(what, batches, data.steps(split, args.batch_size, training=False))
 
 
+def test_trace(args):
+    """The exact trace, or --trace for a transformer, which has no shortcut to it."""
+    return args.trace if args.decoder == "transformer" else "exact"
+
+
 @torch.no_grad()
-def elbo_parts(model, x, t, generator, trace="exact"):
-    """Parts of Eq. 11 per series, log-likelihood and KL, whatever trace training has."""
-    before, model.decoder.trace = model.decoder.trace, trace
-    try:
-        return model.elbo_parts(x, t, generator=generator)
-    finally:
-        model.decoder.trace = before
-
-
 def measure_elbo(model, split, args, world):
     """The mean ELBO of a split's series and its parts, as UNITS says."""
     total = torch.zeros(3, dtype=torch.float64, device=world.device)
     draws, points = generator(args, world), len(split.times) * split.points
-    trace = args.trace if args.decoder == "transformer" else "exact"
     for batch in shared_batches(split, args, world, "ELBO"):
-        parts = elbo_parts(model, batch.x, batch.t, draws, trace)
+        parts = model.elbo_terms(batch.x, batch.t, generator=draws, trace=test_trace(args))
         log_p, kl = (part.double() for part in parts)
         log_p = log_p / points + split.log_unit
         total += torch.stack([log_p, kl, (log_p - kl / points) ** 2]).sum(1)
@@ -272,7 +277,23 @@ def measure_elbo(model, split, args, world):
     elbo = log_p - kl / points
     error = (max(square - elbo**2, 0) / max(len(split) - 1, 1)) ** 0.5
     results = {"elbo": elbo, "log_likelihood": log_p, "kl": kl, "standard_error": error}
-    return {**results, "trace": trace}
+    return {**results, "trace": test_trace(args)}
+
+
+@torch.no_grad()
+def tolerance_error(model, split, args, world):
+    """The largest change of a few series' ELBO per point at a hundredth of the tolerance."""
+    few = split.some(CHECKED_SERIES)
+    batch = next(data.batches(few, len(few), training=False, device=world.device))
+    tight = model.solver | {k: model.solver[k] / 100 for k in ("rtol", "atol")}
+    found = []
+    for solver in (model.solver, tight):  # with the same draws
+        how = {"generator": generator(args, world), "trace": test_trace(args), "solver": solver}
+        try:
+            found.append(model.elbo(batch.x, batch.t, **how) / batch.x[0, ..., 0].numel())
+        except SolverError:
+            return None  # unknown: at so small a tolerance there is no solution in this precision
+    return (found[0] - found[1]).abs().max().item()
 
 
 def test_times(trained):
@@ -293,11 +314,11 @@ def measure_sets(model, split, args, world):
     trained, at = args.times, test_times(args.times)
     nearest = [min(range(len(trained)), key=lambda i: abs(trained[i] - t)) for t in at]
     total = torch.zeros(3, len(at), dtype=torch.float64, device=world.device)
-    draws, t = generator(args, world), torch.tensor(trained, dtype=torch.float64)
+    draws = generator(args, world)
     three = at_times(split, [*trained, *at, *at])  # what is given, the truth, one more draw of it
     for batch in shared_batches(three, args, world, "reconstruction"):
         x, truth, again = batch.x.split([len(trained), len(at), len(at)], 1)
-        made = decode(model, model.encode(x, t).mean, at, args.points, draws)
+        made = model.reconstruct(x, trained, at, **moving(args, draws))
         for k, rival in enumerate((made, x[:, nearest], again)):
             for i in range(len(at)):  # one by one, for their (B, n, n) distances
                 total[k, i] += chamfer(rival[:, i], truth[:, i]).double().sum()
@@ -306,14 +327,15 @@ def measure_sets(model, split, args, world):
     return [dict(zip(names, (t, kind_of(t, trained), *row))) for t, row in zip(at, rows)]
 
 
-def read_classifier(run):
-    """The best model of a run of train_cls.py on all ten digits."""
-    name = training.read_config(run).get("model", "")
-    if name not in ("exnode-deepsets", "exnode-attention"):
-        raise training.UsageError(f"--classifier {run}: not an exnode model of train_cls.py")
-    model = SetClassifier(DIM, 10, field=name.removeprefix("exnode-"))
-    training.load_best(model, run)
-    return model.eval()
+def load_model(option, run, kind):
+    """The trained model of a run, of the class `kind`."""
+    try:
+        model = exnode.load(run)
+    except ValueError as e:
+        raise training.UsageError(f"{option}: {e}") from None
+    if not isinstance(model, kind):
+        raise training.UsageError(f"{option} {run}: of another model, not a {kind.__name__}")
+    return model
 
 
 @torch.no_grad()
@@ -327,7 +349,7 @@ def measure_recognition(model, classifier, split, args, world):
         return classifier(torch.from_numpy(x).to(world.device)).argmax(-1)
 
     for x, _, label, t in shared_batches(split, args, world, "recognition"):
-        made = decode(model, model.encode(x, t).mean, args.times, args.points, draws)
+        made = model.reconstruct(x, t, args.times, **moving(args, draws))
         given, made, true = labels(x), labels(made), digits.to(label.device)[label, None]
         pairs = ((made, given), (made, true), (given, true))
         total += torch.stack([(a == b).double().mean(-1).sum() for a, b in pairs])
@@ -337,16 +359,19 @@ def measure_recognition(model, classifier, split, args, world):
 
 def test_metrics(model, split, args, world):
     """ELBO, and Chamfer distances for each time and on average over times of a kind."""
-    classifier = read_classifier(args.classifier).to(world.device) if args.classifier else None
+    if args.classifier:
+        classifier = load_model("--classifier", args.classifier, exnode.SetClassifier)
     split, means = split.some(args.test_series), {}
     metrics, rows = measure_elbo(model, split, args, world), measure_sets(model, split, args, world)
-    if classifier:
+    metrics["tolerance_error"] = tolerance_error(model, split, args, world)
+    if args.classifier:
+        classifier.to(world.device)
         metrics["recognised"] = measure_recognition(model, classifier, split, args, world)
     for kind in dict.fromkeys(row["kind"] for row in rows):
         mine = [row for row in rows if row["kind"] == kind]
         means[kind] = {k: sum(r[k] for r in mine) / len(mine) for k in ("model", "copy", "floor")}
-    metrics |= {"units": UNITS, "series": len(split), "chamfer": means, "at_times": rows}
-    return {**metrics, "trained_between": bool(args.random_times)}  # then nothing is unseen there
+    metrics |= {"tolerance": {k: model.solver[k] for k in ("rtol", "atol")}}
+    return metrics | {"units": UNITS, "series": len(split), "chamfer": means, "at_times": rows}
 
 
 def show(metrics):
@@ -355,6 +380,8 @@ def show(metrics):
         "ELBO {elbo:.4f} ± {standard_error:.4f}: log-likelihood {log_likelihood:.4f}, KL {kl:.1f}"
     )
     training.say(f"test {form.format(**metrics)}; {metrics['units']}")
+    if (off := metrics.get("tolerance_error")) is not None:
+        training.say(f"at the solver's tolerance, series are off by up to {off:.2g} nats per point")
     training.say(f"{'Chamfer distance':24}{'model':>9}{'copy':>9}{'floor':>9}")
     for kind, row in metrics["chamfer"].items():
         training.say(f"{kind:24}{row['model']:9.5f}{row['copy']:9.5f}{row['floor']:9.5f}")
@@ -374,36 +401,21 @@ def make_loss(args, split):
     def matching(model, batch):
         how = {"coupling": args.coupling, "pieces": args.pieces, "times": args.match_times}
         how["moments"] = args.moments
-        error, kl = model.matching_loss(batch.x, batch.t, **how)
+        error, kl = temporal_matching_loss(model, batch.x, batch.t, **how)
         return error + args.kl * kl.mean() / batch.x[0].numel()
 
     return elbo if args.objective == "elbo" else matching
 
 
-def make_batches(args, split, world):
-    share = {**world.share, "seed": args.seed}
-
-    def fixed(epoch, start):
-        rest = {"epoch": epoch, "start": start, "workers": 1}
-        return data.batches(split, args.batch_size, **rest, **share)
-
-    def random(epoch, start):
-        for step in range(start, data.steps(split, args.batch_size)):
-            here = at_times(split, random_times(args, epoch, step))
-            yield next(data.batches(here, args.batch_size, epoch=epoch, start=step, **share))
-
-    return random if args.random_times else fixed
-
-
 def start(args, model, train):
-    """Weights of --finetune; a new decoder is told the units of the data, for matching."""
+    """Weights of --finetune; a new decoder gets the units of the data, for matching."""
     fresh = True
     if args.finetune:
         before = training.read_config(args.finetune)
         fresh = any(before[name] != getattr(args, name) for name in ("decoder", "hidden"))
         new = ("decoder.",) if fresh else ()
         if bool(before.get("moments")) != bool(args.moments):
-            new += ("moments.", "frequencies")
+            new += ("moments.",)
         training.load_best(model, args.finetune, new)
     if fresh and args.objective == "matching":
         x = train.draw(np.arange(min(len(train), 500)))[0]
@@ -414,8 +426,8 @@ def train(args):
     """One run: train, select, test, draw; the contents of its results.json."""
     world = training.connect(args)
     check_training_memory(args, world)
-    if args.classifier:
-        read_classifier(args.classifier)  # a mistake shows before training
+    if args.classifier:  # a mistake shows before training
+        load_model("--classifier", args.classifier, exnode.SetClassifier)
     if results := training.prepare(args, world):
         training.say(f"{args.out} is complete")
         return results
@@ -434,7 +446,10 @@ def train(args):
         metrics = measure_elbo(model, valid, args, world)
         return {f"valid_{name}": metrics[name] for name in ("elbo", "log_likelihood", "kl")}
 
-    batches = make_batches(args, splits.train, world)
+    def batches(epoch, start):
+        draw = {"seed": args.seed, "epoch": epoch, "start": start, "workers": 1}
+        return data.batches(splits.train, args.batch_size, **draw, **world.share)
+
     run.fit(make_loss(args, splits.train), batches, evaluate, best="valid_elbo")
     if world.rank == 0:
         draw_curves(Path(args.out), args.objective)
@@ -503,14 +518,12 @@ def draw_curves(out, objective):
 def draw_samples(out, args, model, draws):
     """samples.png and moving.png: series from the prior."""
     trained, at = args.times, test_times(args.times)
-    z0 = torch.randn(12, args.latent, device=draws.device, generator=draws)
-    x = decode(model, z0[:6], at, args.points, draws).cpu().numpy()
+    x = model.sample(6, at, **moving(args, draws)).cpu().numpy()
     rows = [(str(i + 1), at, sets) for i, sets in enumerate(x)]
-    between = "within the trained range" if args.random_times else "between trained times"
-    title = f"samples; red: {between}, green: beyond"
+    title = "samples; red: between trained times, green: beyond"
     draw_rows(out / "samples.png", rows, trained, title)
     fine = np.linspace(trained[0], trained[-1] + 0.5, 31).round(9).tolist()
-    x = decode(model, z0, fine, args.points, draws).cpu().numpy()
+    x = model.sample(12, fine, **moving(args, draws)).cpu().numpy()
     draw_moving(out / "moving.png", x, fine, trained, "samples")
 
 
@@ -522,27 +535,27 @@ def draw_reconstructions(out, args, model, split, draws):
     first = first if len(first) > 1 else np.arange(len(split))
     truth = at_times(split, at).draw(first[spread(len(first), 4)])[0]
     x = torch.from_numpy(truth[:, [at.index(t) for t in trained]]).to(draws.device)
-    z0 = model.encode(x, torch.tensor(trained, dtype=torch.float64)).mean
-    x = decode(model, z0, at, args.points, draws).cpu().numpy()
+    z0 = model.encode(x, trained).mean
+    x = model.decode(z0, at, **moving(args, draws)).cpu().numpy()
     pairs = [(("true", at, a), ("model", at, b)) for a, b in zip(truth, x)]
     title = "test series, and what the model makes of their sets at times without a box"
     draw_rows(out / "reconstructions.png", [row for pair in pairs for row in pair], trained, title)
     share = torch.linspace(0, 1, 6, device=draws.device)[:, None]
-    x = decode(model, torch.lerp(z0[:1], z0[-1:], share), at, args.points, draws).cpu().numpy()
+    x = model.decode(torch.lerp(z0[:1], z0[-1:], share), at, **moving(args, draws)).cpu().numpy()
     rows = [(f"{a:.1f}", at, sets) for a, sets in zip(share[:, 0].tolist(), x)]
     rows = [("true", at, truth[0]), *rows, ("true", at, truth[-1])]
     draw_rows(out / "latent.png", rows, trained, "z0 on the line between those of two test series")
 
 
 # --------------------------------------------------------------------------------- finished runs
-def restore(args):
-    """The best model of --load, and where it is."""
-    world, model = training.connect(args), build(args)
-    sets = 6 * (args.sample or 1) * len(args.times) * args.points  # the output, while it is made
-    check_memory(args, world, 1, 8 * max(args.hidden), sets)
-    training.load_best(model, args.load)
+def restore(args, series=1, given=0):
+    """The best model of --load, and where it is, to decode `series`; `given` points are encoded."""
+    world = training.connect(args)
+    whole = 6 * series * len(args.times) * args.points  # the output, while it is made
+    check_memory(args, world, 1, 8 * max(args.hidden), whole + 2048 * given)
+    model = load_model("--load", args.load, exnode.TemporalSetVAE)
     training.make_folder(args.out)
-    return world, model.to(world.device).eval()
+    return world, model.to(world.device)
 
 
 def write_series(args, name, x, rows, trained, title):
@@ -559,10 +572,9 @@ def write_series(args, name, x, rows, trained, title):
 
 def sample(args):
     """--sample: K series from the prior, at --times."""
-    world, model = restore(args)
-    draws, pick = generator(args, world), spread(len(args.times))
-    z0 = torch.randn(args.sample, args.latent, device=world.device, generator=draws)
-    x = decode(model, z0, args.times, args.points, draws).cpu().numpy()
+    world, model = restore(args, args.sample)
+    x = model.sample(args.sample, args.times, **moving(args, generator(args, world))).cpu().numpy()
+    pick = spread(len(args.times))
     at = [args.times[k] for k in pick]
     rows = [(str(i + 1), at, sets[pick]) for i, sets in enumerate(x[:10])]
     name = f"samples-{args.sample}x{args.points}-seed{args.seed}"
@@ -575,12 +587,14 @@ def reconstruct(args):
     at = args.at or np.linspace(0, 1, x.shape[1]).round(9).tolist()
     if len(at) != x.shape[1]:
         raise training.UsageError(f"--at has {len(at)} times for the {x.shape[1]} sets of a series")
-    world, model = restore(args)
-    seen = torch.from_numpy(x).to(world.device)
-    with torch.no_grad():
-        t, mask = torch.tensor(at, dtype=torch.float64), ~seen.isnan().any(-1)
-        z0 = model.encode(seen.nan_to_num(), t, mask).mean
-    made = decode(model, z0, args.times, args.points, generator(args, world)).cpu().numpy()
+    few = max(1, exnode.PIECE // x[0, ..., 0].size)  # series that are encoded at once
+    world, model = restore(args, len(x), x[:few, ..., 0].size)
+    made, draws = [], generator(args, world)
+    for part in training.watch("series", torch.from_numpy(x).split(few)):
+        there, part = ~part.isnan().any(-1), part.nan_to_num().to(world.device)
+        how = {"mask": there.to(world.device), **moving(args, draws)}
+        made.append(model.reconstruct(part, at, args.times, **how).cpu())
+    made = torch.cat(made).numpy()
     rows, given, pick = [], spread(len(at)), spread(len(args.times))
     for series, sets in zip(x[:5], made):
         rows.append(("given", [at[k] for k in given], series[given]))
@@ -596,9 +610,11 @@ def read_series(path):
     def wrong(why):
         return training.UsageError(f"--reconstruct {path}: {why}")
 
+    if not Path(path).is_file():
+        raise wrong("no such file")
     try:
         x = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as e:
+    except NOT_AN_ARRAY as e:
         raise wrong(str(e).partition("\n")[0] or "empty") from None
     if not isinstance(x, np.ndarray) or x.dtype.kind not in "fiu":
         raise wrong("not one array of numbers")

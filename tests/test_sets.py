@@ -461,7 +461,8 @@ class FakeCuda(TorchFunctionMode):
         if func is Tensor.copy_:
             return args[0].add_(args[1])
         if func.__name__ == "gru":  # which has no fake kernel
-            return None, args[0].new_empty(1, len(args[0]), args[2][1].shape[1])
+            width = args[2][1].shape[1]
+            return args[0].new_empty(*args[0].shape[:2], width), None
         if func is Tensor.new_tensor:
             return args[0].new_empty(len(args[1]))
         if func in (Tensor.__invert__, Tensor.contiguous):

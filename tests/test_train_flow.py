@@ -9,12 +9,13 @@ import torch
 from scripts import TWO_PROCESSES, call, check_help, lines, start, stop_early
 
 import data
+import exnode
 import train_flow
 from support import training
 
 TINY = ["--points", "5", "--blocks", "2", "--hidden", "16,16", "--heads", "2"]
 TINY += ["--time", "--batch-size", "270", "--epochs", "2", "--lr", "2e-2", "--test-sets", "20"]
-TINY += ["--schedule", "cosine", "--every", "20"]  # an epoch
+TINY += ["--schedule", "one-cycle", "--every", "20"]  # an epoch
 MATCHING = [*TINY, "--objective", "matching", "--ema", "0.8", "--tolerance", "1e-4"]
 MATCHING += ["--epochs", "5", "--finest", "0.15"]
 LIKELIHOOD = [*TINY, "--gradient", "checkpoint", "--optimizer", "muon", "--method", "rk4"]
@@ -57,11 +58,12 @@ def test_the_reported_likelihood_is_the_model_s_own(runs):
     """Of both objectives, by the one path: log_prob of the best weights, set by set."""
     for out, results in runs.values():
         args = train_flow.parse(["--load", str(out), "--evaluate"])
-        model = train_flow.judge(args, train_flow.read_run(args))
+        model, solver = exnode.load(out), train_flow.dopri5(args)
         test = data.load(points=5, seed=0).test
         x = torch.from_numpy(test.draw(np.arange(20) * 50)[0])  # evenly spaced among 1000
         with torch.no_grad():
-            ppll = model.log_prob(x).double() / 5 + test.log_unit
+            log_p = model.log_prob(x, trace="exact", solver=solver)
+            ppll = log_p.double() / 5 + test.log_unit
         assert results["test"]["ppll"] == pytest.approx(ppll.mean().item(), abs=1e-5)
         wanted = ppll.std().item() / 20**0.5
         assert results["test"]["standard_error"] == pytest.approx(wanted, rel=1e-3)
@@ -154,7 +156,7 @@ def test_a_transformer_trains_by_muon_with_clipping_and_several_probes(tmp_path)
     options = ["--objective", "matching", "--field", "transformer", "--blocks", "1", "--hidden"]
     options += ["64", "--coupling", "none", "--optimizer", "muon", "--clip", "1", "--probes", "2"]
     options += ["--points", "5", "--batch-size", "270", "--epochs", "2", "--test-sets", "10"]
-    options += ["--lr", "5e-3", "--schedule", "cosine", "--tolerance", "1e-3", "--every", "20"]
+    options += ["--lr", "5e-3", "--schedule", "one-cycle", "--tolerance", "1e-3", "--every", "20"]
     results = train_flow.main([*options, "--out", str(tmp_path / "run")])
     table = lines(tmp_path / "run")
     assert table[2]["loss"] < 0.97 * table[1]["loss"]
@@ -192,10 +194,10 @@ def test_spare_points_of_shapes_leave_less_to_explain(tmp_path):
 
 def test_sampling_in_pieces_gives_the_same_sets(runs, monkeypatch):
     out, _ = runs["matching"]
-    model = train_flow.read_run(train_flow.parse(["--load", str(out), "--evaluate"]))
-    whole = train_flow.draw_sets(model, 5, 9)
-    monkeypatch.setattr(train_flow, "PIECE", 20)
-    torch.testing.assert_close(train_flow.draw_sets(model, 5, 9), whole)
+    args, model = train_flow.parse(["--load", str(out), "--evaluate"]), exnode.load(out)
+    whole = train_flow.draw_sets(args, model, 5, 9)
+    monkeypatch.setattr(exnode, "PIECE", 20)
+    torch.testing.assert_close(train_flow.draw_sets(args, model, 5, 9), whole, atol=1e-3, rtol=1e-3)
 
 
 def test_a_flow_that_explodes_is_one_line_and_exit_code_1(runs, tmp_path, capsys):
@@ -211,13 +213,13 @@ def test_a_flow_that_explodes_is_one_line_and_exit_code_1(runs, tmp_path, capsys
 
 def test_paths_lead_from_the_noise_to_the_samples(runs):
     out, _ = runs["matching"]
-    model = train_flow.read_run(train_flow.parse(["--load", str(out), "--evaluate"]))
+    model = exnode.load(out)
     z = torch.randn(2, 9, 2)
     path = train_flow.paths(model, z, 5)
-    torch.testing.assert_close(path[0], model.leave(z))
+    torch.testing.assert_close(path[0], model.from_units(z))
     torch.testing.assert_close(path[-1], model.decode(z), atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(
-        path[2], model.leave(model.blocks[1].inverse(z)), atol=1e-3, rtol=1e-3
+        path[2], model.from_units(model.blocks[1].inverse(z)), atol=1e-3, rtol=1e-3
     )
 
 

@@ -1,0 +1,208 @@
+"""Flow matching for sets: ours, to train the paper's models without a solver in the loop.
+
+A chain of K blocks from data x to noise z is one field v(u, x_u), piecewise in u: block i owns
+[i/K, (i + 1)/K]. Along the straight path x_s = (1 − s) x + s z, s = s(u), matching regresses it on
+
+    dx_s/ds = z − x,    loss = ∫ (1 − s) E |v − (z − x)|² du   per coordinate,
+
+as Lipman et al. (2023) and Liu et al. (2023) do. What is particular to sets:
+
+    noise_level               s(u): even in log s, since the likelihood weighs errors by 1/s
+    assign                    `coupling="swaps"`: noise goes to near points of the same set, for
+                              straighter paths (a minibatch coupling, but within each set)
+    exchange                  `spare`: each target x is replaced by E[x given x_s] over more points
+                              of the same shape: the same field, from targets of lower variance
+    temporal_matching_loss    the decoder of a TemporalSetVAE, given z_t
+    Moments                   a loss without the noise of matching, through which the encoder learns
+
+Shapes are those of exnode.py: x `(..., n, d)`, mask `(..., n)`, context `(..., c)`.
+"""
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from exnode import normal, one_of
+from sets import count, keep, pool_mean
+
+COUPLINGS = ("swaps", "none")
+
+
+def matching_loss(
+    flow, x, mask=None, context=None, coupling="swaps", generator=None, finest=0.1, spare=None
+) -> Tensor:
+    """∫ (1 − s) |Δ f(x_s) − (z − x)|² du per coordinate, x_s = (1 − s) x + s z, for a SetFlow.
+
+    Block i runs from s(i/K) to s((i + 1)/K) in its time t₁, so its field f has Δ = t₁ / (s((i +
+    1)/K) − s(i/K)) times the speed of dx_s/ds. Each block gets its share of the sets, each set one
+    u. `spare` `(..., m, d)` are other points that could as well have been drawn for each set.
+    """
+    x, mask, context = flow.read(x, mask, context)
+    one_of("coupling", coupling, COUPLINGS)
+    if finest <= 0:
+        raise ValueError(f"finest must be positive, not {finest}")
+    if spare is not None and (coupling != "none" or spare.shape[:-2] != x.shape[:-2]):
+        got = f"{coupling!r} and {tuple(spare.shape)}"
+        raise ValueError(f"spare: for coupling='none' and the sets of x, not {got}")
+    mask = None if mask is None else mask.reshape(-1, x.shape[-2])
+    context = None if context is None else context.reshape(-1, context.shape[-1])
+    x = keep(flow.to_units(x).reshape(-1, *x.shape[-2:]), mask)
+    z = normal(x.shape, x, generator)
+    z = assign(x, z, mask) if coupling == "swaps" else z
+
+    rows, u = share_out(len(x), len(flow.blocks), x, generator)
+    s = noise_level(u, finest)
+    x_s, target = torch.lerp(x[rows], z[rows], s[:, None, None]), (z - x)[rows]
+    if spare is not None:
+        spare = flow.to_units(spare).reshape(len(x), *spare.shape[-2:])
+        target = target - exchange(x[rows], spare[rows], x_s, s)
+    mask, context = (None if a is None else a[rows] for a in (mask, context))
+    return sum(block_losses(flow, finest, x_s, s, target, mask, context)) / len(flow.blocks)
+
+
+def share_out(sets, blocks, like, generator=None):
+    """Sets for each block in turn, at random, and a u for each, evenly in its block's interval."""
+    order = torch.randperm(sets, device=like.device, generator=generator)
+    order, u = order.repeat(-(-blocks // sets)), []  # no block goes without a set
+    for i, rows in enumerate(order.tensor_split(blocks)):
+        draw = torch.rand(len(rows), dtype=like.dtype, device=like.device, generator=generator)
+        place = (torch.arange(len(rows), device=like.device) + draw) / len(rows)
+        u.append((i + place) / blocks)
+    return order, torch.cat(u)
+
+
+def block_losses(flow, finest, *tensors):
+    """The loss of each block, from its part of x_s, s, target, mask and context."""
+    blocks = len(flow.blocks)
+    parts = [[None] * blocks if a is None else a.tensor_split(blocks) for a in tensors]
+    for i, (block, x_s, s, target, mask, context) in enumerate(zip(flow.blocks, *parts)):
+        first, last = noise_level(i / blocks, finest), noise_level((i + 1) / blocks, finest)
+        t = (s - first) / (last - first) * block.t1
+        v = block.t1 / (last - first) * block.field(t, x_s, mask, context)  # Δ f(x_s)
+        error = keep(v - target, mask).square().sum((-2, -1))
+        yield ((1 - s) * error).sum() / (count(v, mask).sum() * flow.dim)
+
+
+def noise_level(u, finest):
+    """Noise s(u) = ε ((1 + 1/ε)ᵘ − 1), from 0 to 1: even in log s above ε = finest, in s below.
+
+    The likelihood weighs an error of the field by (1 − s)/s ds (Kingma et al., 2021), and that is
+    (1 − s) du where s > ε. Noise finer than the data's own does not deserve that weight.
+    """
+    return finest * ((1 + 1 / finest) ** u - 1)
+
+
+@torch.no_grad()
+def exchange(x, spare, x_s, s):
+    """(E[x′ᵢ] − xᵢ)/s, x′ᵢ being xᵢ or one of spare with weights exp(−|x_s − (1 − s) x′|² / 2s²).
+
+    The target z − x is (x_s − x)/s; minus this, it has E[x′] in place of x. Each of spare was as
+    likely to be drawn for point i, and only x_s tells which one was. So the mean of the target
+    given x_s stays, and its variance falls (Rao and Blackwell). One thing is lost where sets are
+    centred by their own points: their mean would tell the mean of the noise.
+    """
+    s = s[:, None, None].clamp(min=1e-3)  # with less noise a point is only itself
+    q, half = x_s * ((1 - s) / s**2), 0.5 * ((1 - s) / s) ** 2
+    own = (q * x - half * x * x).sum(-1, keepdim=True)
+    others = torch.baddbmm(-half * spare.square().sum(-1)[:, None], q, spare.mT)  # (B, n, m)
+    w = torch.softmax(torch.cat([own, others], -1), -1)[..., 1:]
+    return (w @ spare - w.sum(-1, keepdim=True) * x) / s
+
+
+@torch.no_grad()
+def assign(x, z, mask=None, sweeps=3):
+    """Reorder the noise z `(B, n, d)` within each set so that Σᵢ |xᵢ − zᵢ|² is nearly minimal.
+
+    Start from equal ranks along the first axis; then, for every pair, swap zᵢ and zⱼ wherever
+    (xᵢ − xⱼ)·(zᵢ − zⱼ) < 0, which is when that shortens the sum. Disjoint pairs go together.
+    """
+    ranks = []
+    for points in (x, z):
+        key = points[..., 0] if mask is None else points[..., 0].masked_fill(~mask, math.inf)
+        ranks.append(key.argsort(-1)[..., None].expand_as(z))
+    z = torch.empty_like(z).scatter_(-2, ranks[0], z.gather(-2, ranks[1]))
+    for i, j in round_robin(x.shape[-2]).to(x.device).repeat(sweeps, 1, 1).unbind():
+        zi, zj = z[:, i], z[:, j]
+        swap = ((x[:, i] - x[:, j]) * (zi - zj)).sum(-1, keepdim=True) < 0
+        if mask is not None:
+            swap &= (mask[:, i] & mask[:, j])[..., None]
+        z[:, i], z[:, j] = torch.where(swap, zj, zi), torch.where(swap, zi, zj)
+    return z
+
+
+@cache
+def round_robin(n):
+    """Every pair of n once, in rounds of disjoint pairs: `(rounds, 2, n // 2)`."""
+    even = n + n % 2  # with an odd n, whoever meets the extra one rests
+    ring, rounds = list(range(1, even)), []
+    for r in range(even - 1):
+        order = [0, *ring[r:], *ring[:r]]
+        pairs = [(order[k], order[-1 - k]) for k in range(even // 2)]
+        rounds.append([pair for pair in pairs if max(pair) < n])
+    return torch.tensor(rounds, dtype=torch.long).reshape(even - 1, n // 2, 2).transpose(1, 2)
+
+
+# -------------------------------------------------------------------------------- sets over time
+
+
+def temporal_matching_loss(
+    vae, x, t, mask=None, coupling="swaps", generator=None, pieces=0, times=0, moments=0.0
+) -> tuple[Tensor, Tensor]:
+    """The matching loss of a TemporalSetVAE's decoder given z_t, and the KL per series.
+
+    With `times`, the decoder's loss is that at so many of t, chosen at random; the encoder sees
+    all. With `pieces`, half of the loss is that of pieces of so many points: a piece does not see
+    the rest of its set, so it must use z_t, which attention over whole sets can do without.
+    `moments` is the weight of the error of `vae.moments`, at all of t.
+    """
+    if moments and not hasattr(vae, "moments"):
+        raise ValueError(f"moments={moments}: attach a head first, vae.moments = Moments(…)")
+    x, t, mask, _ = vae.read(x, t, mask)
+    if pieces and (mask is not None or not 0 < pieces <= x.shape[-2]):
+        raise ValueError(f"pieces={pieces} of sets of {x.shape[-2]} points, without a mask")
+    posterior = vae.encode(x, t, mask)
+    z, loss = vae.latents(posterior.sample(generator), t), 0
+    if moments:
+        sets, own, latents = observed(x, mask, z)
+        loss = moments * vae.moments(vae.decoder.to_units(sets, own), latents, own)
+    if times:
+        some = torch.randperm(x.shape[1], device=x.device, generator=generator)[:times]
+        x, z, mask = x[:, some], z[:, some], None if mask is None else mask[:, some]
+    x, mask, z = observed(x, mask, z)
+    whole = matching_loss(vae.decoder, x, mask, z, coupling, generator)
+    if not pieces:
+        return loss + whole, posterior.kl()
+    part = x[..., : x.shape[-2] // pieces * pieces, :].unflatten(-2, (-1, pieces))
+    z = z[..., None, :].expand(*part.shape[:-2], -1)
+    parts = matching_loss(vae.decoder, part, None, z, coupling, generator)
+    return loss + (whole + parts) / 2, posterior.kl()
+
+
+def observed(x, mask, z):
+    """The sets of series that have a point, with their masks and latents; all, without a mask."""
+    if mask is None:
+        return x, None, z
+    seen = mask.any(-1)
+    return x[seen], mask[seen], z[seen]
+
+
+class Moments(nn.Module):
+    """Mean square of W z_t + b − φ(x_t), φ(x) = meanᵢ (cos, sin)(ω·xᵢ) at fixed frequencies ω.
+
+    φ is the characteristic function of the set's points, in the units of the decoder. Matching
+    teaches the encoder little through its noise; φ has no noise but that of the set.
+    """
+
+    def __init__(self, latent, frequencies=96, dim=2):
+        super().__init__()
+        draw = torch.randn(frequencies, dim, generator=torch.Generator().manual_seed(0))
+        scale = torch.logspace(math.log10(0.6), math.log10(8), frequencies)  # from sets to strokes
+        self.register_buffer("frequencies", draw * scale[:, None])
+        self.linear = nn.Linear(latent, 2 * frequencies)
+
+    def forward(self, x, z, mask=None):
+        angle = x @ self.frequencies.T
+        phi = pool_mean(torch.cat([angle.cos(), angle.sin()], -1), mask)[..., 0, :]
+        return (self.linear(z) - phi).square().mean()
