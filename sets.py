@@ -235,10 +235,12 @@ def count(x, mask=None):
 class PointNorm(nn.BatchNorm1d):
     """Batch normalisation over all points of all sets, padded ones left out."""
 
+    total = None  # sums statistics over processes, where several train together
+
     def forward(self, x, mask=None):
-        if mask is None or not self.training:
+        if not self.training or (mask is None and self.total is None):
             return super().forward(x.reshape(-1, x.shape[-1])).view(x.shape)
-        return normalise(self, x, mask)
+        return normalise(self, x, mask, self.total or (lambda x: x))
 
 
 def normalise(norm, x, mask=None, total=lambda x: x):

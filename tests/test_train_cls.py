@@ -6,17 +6,15 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from scripts import TWO_PROCESSES, call, check_help, lines, start, stop_early
 
-import data
 import train_cls
 from support import training
 
 SMALL = ["--model", "deepsets", "--points", "6", "--batch-size", "450", "--epochs", "2"]
 
 
+WORLD = training.World(torch.device("cpu"))
 script, run_here = partial(start, "train_cls.py"), partial(call, train_cls)
 
 
@@ -43,66 +41,19 @@ def test_a_run_learns_and_leaves_all_its_files(whole):
     assert test["per_class"]["chair"] == counts[2, 2].item() / counts[2].sum().item()
 
 
-def test_the_paper_s_model_learns_within_a_budget_of_seconds(tmp_path):
-    options = [
-        "--points",
-        "8",
-        "--batch-size",
-        "64",
-        "--minutes",
-        "0.12",
-        "--schedule",
-        "one-cycle",
-    ]
-    results = train_cls.main([*options, "--category", "chair,vase", "--out", str(tmp_path / "run")])
+def test_the_paper_s_model_learns(tmp_path):
+    options = ["--points", "8", "--epochs", "1", "--category", "chair,vase"]
+    results = train_cls.main([*options, "--out", str(tmp_path / "run")])
     assert results["test"]["accuracy"] > 0.8  # chance is 1/2
-    assert results["steps"] > 10
 
 
 def test_training_sets_are_augmented_if_asked_or_many_and_as_many_held_out_as_asked():
     for options, augmented in (("", False), ("--points 1000", True), ("--augment", True),
                                ("--points 1000 --no-augment", False)):  # fmt: skip
-        splits = train_cls.load_sets(train_cls.parse([*options.split(), "--valid", "0.01"]))
+        args = train_cls.parse([*options.split(), "--valid", "0.01"])
+        splits = train_cls.load_sets(args, WORLD)
         assert [split.source.augment for split in splits] == [augmented, False, False]
         assert len(splits.valid) == round(0.01 * (len(splits.train) + len(splits.valid)))
-
-
-@given(seed=st.integers(0, 999), sets=st.integers(2, 6), n=st.integers(1, 9))
-def test_a_mixed_set_has_so_many_points_of_its_own_and_the_next_set_s_others(seed, sets, n):
-    torch.manual_seed(seed)
-    x = torch.arange(2.0 * sets * n, dtype=torch.float64).view(sets, n, 2)
-    mixed, own = train_cls.mix(x, 1.0)
-    mine = (mixed == x).all(-1)
-    assert mine.sum(-1).equal((own * n).round().long())
-    assert mixed.equal(torch.where(mine[..., None], x, x.roll(-1, 0)))
-    mixed, own = train_cls.mix(x, 0.0)
-    assert mixed.equal(x)
-    assert own.eq(1).all()
-
-
-def test_so_many_sets_are_mixed_evenly_and_their_loss_has_both_labels():
-    x, label = torch.randn(4000, 10, 3, dtype=torch.float64), torch.randint(3, (4000,))
-    mixed, own = train_cls.mix(x, 0.4)
-    assert 0.35 < (own < 1).float().mean() < 0.45
-    assert abs(own[own < 1].mean() - 0.5) < 0.05
-    weight = torch.randn(3, 3, dtype=torch.float64)
-
-    def model(x):
-        return x.mean(-2) @ weight
-
-    torch.manual_seed(7)
-    mixed, own = train_cls.mix(x, 0.4)
-    log_p = model(mixed).log_softmax(-1)
-    want = own * log_p[range(4000), label] + (1 - own) * log_p[range(4000), label.roll(-1)]
-    torch.manual_seed(7)
-    loss = train_cls.mixed_loss(model, data.Batch(x, None, label, None), 0.4, 0.0)
-    assert loss.item() == pytest.approx(-want.mean().item(), rel=1e-5)
-
-
-def test_training_with_mixed_sets_learns(whole, tmp_path):
-    results = train_cls.main([*SMALL, "--mix", "0.5", "--out", str(tmp_path / "run")])
-    assert results["test"]["accuracy"] > 0.4  # chance is 1/6
-    assert results["test"]["confusion"] != whole[1]["test"]["confusion"]
 
 
 @pytest.mark.parametrize("model", train_cls.MODELS)
@@ -269,5 +220,5 @@ def test_a_second_run_into_the_same_directory_is_refused(whole, capsys):
     assert before == {p.name: p.read_bytes() for p in out.iterdir()}
 
 
-def test_help_names_every_option_with_its_default(capsys):
-    check_help(train_cls, capsys, 26)
+def test_help_says_in_sentences_what_every_option_does(capsys):
+    check_help(train_cls, capsys, 25)
