@@ -304,14 +304,12 @@ class Run:
     def fail(self, error, where):
         """End training with one line, after a traceback if the error is of no known kind."""
         known = isinstance(error, FloatingPointError | SolverError | UsageError)
-        if self.step > self.saved_step:
-            good = f"the last good checkpoint is {self.out / 'last.pt'}, of step {self.saved_step}"
-        elif (self.out / "best.pt").exists():
-            good = (
-                f"the last good checkpoint is {self.out / 'best.pt'}, which --finetune starts from"
-            )
-        else:
-            good = "there is no good checkpoint"
+        proven = self.out / ("last.pt" if self.step > self.saved_step else "best.pt")
+        good = f"the last good checkpoint is {proven}"
+        if not proven.exists():
+            good = "no checkpoint is good"
+        elif proven.name == "best.pt":
+            good += f", and --finetune {self.out} starts from it"
         raise TrainingError(f"{error} {where}; {good}") from (None if known else error)
 
     def update(self, objective, batch):

@@ -27,8 +27,8 @@ def start(name, *words, launcher=(), **settings):
 
 
 def stop_early(process, out, seconds):
-    """SIGTERM so many seconds after the first checkpoint; what the process said."""
-    while not (out / "last.pt").exists():
+    """SIGTERM so many seconds after the first evaluation; what the process said."""
+    while not (out / "metrics.jsonl").exists():
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.02)
     time.sleep(seconds)

@@ -14,7 +14,6 @@ from support import training
 SMALL = ["--model", "deepsets", "--points", "6", "--batch-size", "450", "--epochs", "2"]
 
 
-WORLD = training.World(torch.device("cpu"))
 script, run_here = partial(start, "train_cls.py"), partial(call, train_cls)
 
 
@@ -51,7 +50,7 @@ def test_training_sets_are_augmented_if_asked_or_many_and_as_many_held_out_as_as
     for options, augmented in (("", False), ("--points 1000", True), ("--augment", True),
                                ("--points 1000 --no-augment", False)):  # fmt: skip
         args = train_cls.parse([*options.split(), "--valid", "0.01"])
-        splits = train_cls.load_sets(args, WORLD)
+        splits = train_cls.load_sets(args)
         assert [split.source.augment for split in splits] == [augmented, False, False]
         assert len(splits.valid) == round(0.01 * (len(splits.train) + len(splits.valid)))
 
