@@ -213,13 +213,14 @@ class Run:
         self.probe = None  # (step, seconds without evaluations) at the last plan
         self.paused = 0.0  # seconds of evaluations in this process
         self.clock, self.stop = 0.0, False  # seconds of training so far, agreed by all processes
+        self.part = "step"  # of the loop: or an evaluation
         self.commits = [commit()]  # one, or several where a run went on with changed code
         if world.size > 1:
             for module in model.modules():
                 if hasattr(module, "total"):
                     module.total = AllSum.apply
             seed(args.seed, world.rank)
-        if args.resume and (self.out / "last.pt").exists():
+        if args.resume and os.path.lexists(self.out / "last.pt"):
             self.restore(read_checkpoint(self.out / "last.pt"))
         self.first, self.saved, self.saved_step = self.step, self.clock, self.step
         self.began = self.shown = time.monotonic()
@@ -354,6 +355,7 @@ class Run:
         """A line in metrics.jsonl, and best.pt if it is the best so far."""
         self.save()  # an evaluation may fail
         begun, where = time.monotonic(), f"evaluation after step {self.step}"
+        self.part = "evaluation"
         weights = {k: v.clone() for k, v in self.model.state_dict().items()}
         if self.average:  # evaluate the average in place of the weights
             self.model.load_state_dict(self.average)
@@ -367,6 +369,7 @@ class Run:
         kept = {k: v.clone() for k, v in self.model.state_dict().items()}
         self.model.load_state_dict(weights)
         self.model.train()
+        self.part = "step"
         taken = torch.tensor(time.monotonic() - begun, dtype=torch.float64)
         self.evaluating = self.world.sum(taken).item() / self.world.size
         self.paused += self.evaluating
@@ -420,7 +423,7 @@ class Run:
         def ask(number, frame):
             self.stop = True
             if self.world.rank == 0:  # not by print, which this may have interrupted
-                os.write(2, b"\nstopping after this step; again to stop now\n")
+                os.write(2, f"\nstopping after this {self.part}; again to stop now\n".encode())
             if self.world.size == 1:  # torchrun repeats the terminal's
                 signal.signal(number, before[number])
 
@@ -485,6 +488,7 @@ class Run:
             "evaluating": between(state["evaluating"], 0),
             "logged": between(state["logged"], 0, 2**53, int),
             "clock": between(state["clock"], 0),
+            "random": all(isinstance(states, dict) for states in state["random"]),
             "commits": all(isinstance(c, str | None) for c in state.get("commits", ())),
             "optimizer": all(b.get(k, v) == v for a, b in groups
                              for k, v in a.items() if k != "lr"),
