@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,7 +71,7 @@ def test_a_run_stopped_by_sigterm_within_an_epoch_resumes_to_the_same_numbers(wh
     err = stop_early(process, out, 0.3)
     assert "--resume goes on" in err
     step = training.read_checkpoint(out / "last.pt")["step"]
-    assert 0 < step < 24
+    assert step < 24
     again = train_cls.main([*SMALL, "--out", str(out), "--resume"])
     assert again["test"] == results["test"]
     assert lines(out) == lines(reference)
@@ -103,6 +105,11 @@ def test_several_runs_give_mean_and_deviation_and_go_on_as_a_whole(tmp_path, cap
     assert results["std"] == pytest.approx(abs(a - b) / 2**0.5)
     assert [run["seed"] for run in results["runs"]] == [4, 5]
     assert json.loads((tmp_path / "results.json").read_text()) == results
+    capsys.readouterr()
+    assert train_cls.main(["--resume", "--out", str(tmp_path)]) == results
+    code, err = run_here(capsys, *options, "--runs", "3", "--resume")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "runs 2 → 3" in err
 
 
 def test_a_finished_run_can_be_evaluated_again_also_with_other_points(whole, capsys):
@@ -154,6 +161,70 @@ def test_a_loss_that_explodes_exits_with_1_and_names_the_checkpoint(tmp_path, ca
     last = tmp_path / "run" / "last.pt"
     assert re.search(rf"at step \d+ \(epoch 1\), learning rate 1e\+37; .* is {last}\n$", err)
     assert training.read_checkpoint(last)["step"] == 0
+
+
+def test_a_learning_rate_out_of_reason_never_ends_in_an_accuracy(tmp_path, capsys):
+    options = ["--points", "4", "--batch-size", "900", "--category", "chair,vase", "--every", "1"]
+    for more in ([], ["--resume"]):
+        words = [*options, "--lr", "1e37", "--out", tmp_path / "run", *more]
+        code, err = run_here(capsys, *words)
+        assert code == 1
+        assert "test accuracy" not in err
+        assert "Traceback" not in err
+        assert re.search(r"the last good checkpoint is .*/(best|last)\.pt", err)
+    code, err = run_here(capsys, "--load", tmp_path / "run", "--evaluate")  # that of step 0
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e38])
+def test_weights_that_are_not_finite_or_lead_there_are_not_tested(whole, tmp_path, capsys, value):
+    out = Path(shutil.copytree(whole[0], tmp_path / "run"))
+    state = training.read_checkpoint(out / "best.pt")
+    for weight in state["model"].values():
+        if weight.is_floating_point():
+            weight.fill_(value)
+    torch.save(state, out / "best.pt")
+    code, err = run_here(capsys, "--load", out, "--evaluate")
+    assert code == (1 if value == 1e38 else 2)
+    assert err.count("\n") == 1
+    assert "finite" in err or "the weights are bad" in err
+    assert not (out / "evaluation.json").exists()
+
+
+def test_evaluations_have_the_batch_statistics_of_the_weights_that_they_judge(whole):
+    out, _ = whole
+    args = train_cls.parse(["--load", str(out), "--evaluate"])
+    args.load = None
+    splits = train_cls.load_sets(args)
+    model = train_cls.make_model(args, splits.train)
+    training.load_best(model, out)
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    world = training.World(torch.device("cpu"))
+    train_cls.renew_statistics(model, train_cls.draw_batches(args, splits.train, world))
+    for name, buffer in model.named_buffers():
+        if "num_batches" not in name:
+            torch.testing.assert_close(buffer, kept[name])
+
+
+def test_resume_by_itself_goes_on_with_the_options_of_the_run(whole, tmp_path, capsys):
+    out = tmp_path / "run"
+    process = script(*SMALL, "--out", out)
+    stop_early(process, out, 0.0)
+    code, err = run_here(capsys, "--resume", "--out", out)
+    assert code == 0, err
+    assert lines(out) == lines(whole[0])
+    code, err = run_here(capsys, "--resume", "--out", out, "--epochs", "3")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "epochs 2 → 3" in err
+
+
+def test_the_config_of_a_run_does_not_say_where_an_evaluation_is_written(whole, tmp_path):
+    out = Path(shutil.copytree(whole[0], tmp_path / "run"))
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"out": str(tmp_path / "elsewhere")}))
+    train_cls.main(["--load", str(out), "--evaluate"])
+    assert (out / "evaluation.json").exists()
+    assert not (tmp_path / "elsewhere").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

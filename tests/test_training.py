@@ -240,7 +240,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path):
 
     run.log = spoil
     with pytest.raises(
-        TrainingError, match=r"0\.weight is not finite after step 3; .*last\.pt"
+        TrainingError, match=r"0\.weight is not finite after step 3; .*best\.pt"
     ) as e:
         fit(run)
     assert "\n" not in str(e.value)
