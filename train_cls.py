@@ -16,16 +16,18 @@
 Departures from the paper
 - Weights are selected on held-out training sets. The test sets are read once, at the end, with one
   fixed draw of points per shape; accuracy is over all shapes, not a mean of batch means.
-- Muon, one cycle of the learning rate, averaged weights, smoothed labels and mixed sets are options
-  for when 120 epochs are too long; what they reach is in the README. The defaults are the paper's
-  recipe.
+- Muon, one cycle of the learning rate, averaged weights and smoothed labels are options for when
+  120 epochs are too long; what they reach is in the README. The defaults are the paper's recipe.
+- Before an evaluation the statistics of batch normalisation are computed anew from RENEWED training
+  batches: those of training lag behind the weights, and averaged weights never had any.
 - "Halved every 20 epochs" is "after each sixth of the run", so that any budget has all of it.
 """
 
 import argparse
-import copy
-import statistics
+import itertools
+import math
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,7 +36,7 @@ from torch.nn import functional as F
 import data
 from exnode import SetClassifier
 from sets import DeepSets, SetTransformer
-from support import pictures, training
+from support import options, pictures, training
 
 MODELS = {
     "exnode-deepsets": lambda dim, classes: SetClassifier(dim, classes, field="deepsets"),
@@ -43,45 +45,65 @@ MODELS = {
     "settransformer": SetTransformer,
 }
 MODEL_OPTIONS = ("data", "category", "points", "model", "valid", "seed")
-TRAINING = (  # options without a meaning for --evaluate
-    "augment", "valid", "mix", "smoothing", "runs", "finetune",
-)  # fmt: skip
+TRAINING = ("augment", "valid", "smoothing", "finetune")  # without a meaning for --evaluate
 INTERVALS = 6  # of the run, each with half the learning rate of the one before
+RENEWED = 20  # batches that batch normalisation's statistics are computed from anew
+KEPT = {  # numbers that a training step was seen to keep for each point; a test keeps half of them
+    "exnode-deepsets": 10_000,
+    "exnode-attention": 17_000,
+    "deepsets": 3_000,
+    "settransformer": 6_000,
+}
 
 
 def parse(argv=None):
-    parser = training.options("Classify sets.", "cls", epochs=120, batch_size=64)
-    add, number = parser.add_argument, training.number
-    add("--model", choices=MODELS, default="exnode-deepsets", help="a row of Table 1")
-    add("--points", type=number(int, 1), default=100, help="in each set; the paper has 100 or 1000")
-    add("--category", help='classes, such as "chair,sofa", or synthetic "digits"; None: all')
-    help = "turn and scale 3-D training sets; None: with 1000 points or more"
+    parser = options.shared("Classify sets.", "cls", epochs=120, batch_size=64)
+    number = options.number
+    add = parser.group("data")
+    help = "Number of points in each set; the paper has 100 or 1000."
+    add("--points", type=number(int, 1, below=10**9), default=100, help=help)
+    help = 'Classes, such as "chair,sofa", or synthetic "digits"; if not given, all.'
+    add("--category", help=help)
+    help = "Rotate and scale 3-D training sets; if not given, with 1000 points or more."
     add("--augment", action=argparse.BooleanOptionalAction, help=help)
-    help = "share of the training sets that is held out to select weights"
+    help = "Share of the training sets that is held out to select weights."
     add("--valid", type=number(float, 0, below=1), default=0.1, help=help)
-    help = "share of the training sets that take some of another's points, and of its label"
-    add("--mix", type=number(float, 0, below=1), default=0.0, help=help)
-    help = "share of the label that is spread over all classes"
+    add = parser.group("the model of the paper")
+    add("--model", choices=MODELS, default="exnode-deepsets", help="A row of Table 1.")
+    add = parser.group("ours")
+    help = "Share of each label that is spread over all classes."
     add("--smoothing", type=number(float, 0, below=1), default=0.0, help=help)
-    help = "start from the best weights of a RUN, whose data and model options are the defaults"
-    add("--finetune", metavar="RUN", help=help)
-    help = "train with seed, seed + 1, …, each in its own directory under --out"
-    add("--runs", type=number(int, 1), default=1, help=help)
-    add("--load", metavar="RUN", help="a run directory, for --evaluate; its options are defaults")
-    add("--evaluate", action="store_true", help="only test the best weights of --load")
-    add("--last", action="store_true", help="with --evaluate, test the last weights instead")
-    args = parser.parse_args(argv)
+    help = "Start from the best weights of a RUN, whose data and model options are the defaults."
+    add("--finetune", type=options.path, metavar="RUN", help=help)
+    add = parser.group("from a finished run")
+    add("--evaluate", action="store_true", help="Only test the best weights of --load RUN.")
+    help = "With --evaluate, test the last weights in place of the best."
+    add("--last", action="store_true", help=help)
+    return check(parser, parser.parse_args(argv), argv)
+
+
+def check(parser, args, argv):
+    """Options that go together, and those that come from another run."""
     if bool(args.load) != args.evaluate:
         parser.error("--load RUN and --evaluate go together")
     if args.last and not args.load:
         parser.error("--last goes with --load RUN and --evaluate")
-    if args.finetune:
-        if args.load or args.runs > 1:
-            parser.error("--finetune RUN trains one run: leave out --load and --runs")
-        args = training.parse_as_in(args.finetune, parser, argv, MODEL_OPTIONS)
+    if args.finetune and (args.load or args.runs > 1):
+        parser.error("--finetune RUN trains one run: leave out --load and --runs")
     if args.load:
-        args = training.parse_finished(args.load, parser, argv, more=TRAINING)
+        return options.parse_finished(args.load, parser, argv, more=TRAINING)
+    if options.goes_on(args):
+        return options.parse_as_in(args.out, parser, argv)
+    if args.finetune:
+        return options.parse_as_in(args.finetune, parser, argv, MODEL_OPTIONS)
     return args
+
+
+def check_memory(args, world):
+    """An error if a batch at once takes more memory than there is."""
+    sets = args.batch_size // world.size
+    need = 4 * KEPT[args.model] * sets * args.points // (2 if args.evaluate else 1)
+    training.check_memory(need, world, f"{sets} sets of {args.points} points at once")
 
 
 def load_sets(args):
@@ -90,23 +112,18 @@ def load_sets(args):
     return data.load(args.data, args.root, **which, **how)
 
 
-def mix(x, share):
-    """Sets x `(B, n, d)`, a share of them with points of the next set, and each set's own part.
-
-    That part is uniform on [0, 1] (PointCutMix, Zhang et al., 2021), and which points, is random.
-    """
-    mixed, part = torch.rand(2, len(x), dtype=x.dtype, device=x.device)
-    own = torch.where(mixed < share, part, 1).mul(x.shape[-2]).round()
-    mine = torch.rand(x.shape[:-1], device=x.device).argsort(-1) < own[:, None]
-    return torch.where(mine[..., None], x, x.roll(-1, 0)), own / x.shape[-2]
+def make_model(args, split):
+    return MODELS[args.model](split.dim, len(split.classes))
 
 
-def mixed_loss(model, batch, share, smoothing):
-    """Cross entropy with the labels of both sets that a mixed one has points of."""
-    x, own = mix(batch.x, share)
-    logits, how = model(x), {"reduction": "none", "label_smoothing": smoothing}
-    mine, other = (F.cross_entropy(logits, y, **how) for y in (batch.label, batch.label.roll(-1)))
-    return torch.lerp(other, mine, own).mean()
+def draw_batches(args, split, world):
+    """batches(epoch, start): this process's share of an epoch."""
+
+    def batches(epoch, start):
+        draw = {"seed": args.seed, "epoch": epoch, "start": start, "workers": 1}
+        return data.batches(split, args.batch_size, **draw, **world.share)
+
+    return batches
 
 
 @torch.no_grad()
@@ -119,7 +136,10 @@ def confusion_matrix(model, split, batch_size, world):
         pair = batch.label * size + logits.argmax(-1)
         counts += torch.bincount(pair, minlength=size * size)
         loss += F.cross_entropy(logits, batch.label, reduction="sum")
-    return world.sum(counts).view(size, size).cpu(), world.sum(loss).item() / len(split)
+    loss = world.sum(loss).item() / len(split)
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"the loss of {len(split)} sets is {loss}, so the weights are bad")
+    return world.sum(counts).view(size, size).cpu(), loss
 
 
 def test_metrics(model, split, batch_size, world):
@@ -135,39 +155,42 @@ def test_metrics(model, split, batch_size, world):
     }
 
 
+def renew_statistics(model, batches):
+    """Batch normalisation as the weights now have it, from RENEWED training batches."""
+    some = itertools.islice(batches(0, 0), RENEWED)
+    training.renew_statistics(model, some, lambda model, batch: model(batch.x, batch.mask))
+
+
 def train(args):
     """One run: train, select, test; the contents of its results.json."""
     world = training.connect(args)
-    if results := training.prepare(args, world):
-        training.say(f"{args.out} is complete: accuracy {results['test']['accuracy']:.4f}")
-        return results
-    splits = load_sets(args)
-    training.seed(args.seed)
-    model = MODELS[args.model](splits.train.dim, len(splits.train.classes)).to(world.device)
-    if args.finetune:
-        training.load_best(model, args.finetune)
-    optimizer = training.OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
-    steps = data.steps(splits.train, args.batch_size)
-    schedule = training.schedule(args.schedule, INTERVALS)
-    settings = {"ema": args.ema, "every": args.every}
-    run = training.Run(args, world, model, optimizer, schedule, steps, **settings)
+    with training.directory(args, world, "accuracy") as results:
+        return results or train_here(args, world)
 
-    def batches(epoch, start):
-        draw = {"seed": args.seed, "epoch": epoch, "start": start, "workers": 1}
-        return data.batches(splits.train, args.batch_size, **draw, **world.share)
+
+def train_here(args, world):
+    check_memory(args, world)
+    splits = load_sets(args)
+    batches = draw_batches(args, splits.train, world)
+
+    def start(model):
+        if args.finetune:
+            training.load_best(model, args.finetune)
 
     def loss(model, batch):
-        if args.mix:
-            return mixed_loss(model, batch, args.mix, args.smoothing)
         logits = model(batch.x, batch.mask)
         return F.cross_entropy(logits, batch.label, label_smoothing=args.smoothing)
 
     def evaluate(model):
+        renew_statistics(model, batches)
         counts, loss = confusion_matrix(model, splits.valid, args.batch_size, world)
         return {"valid_accuracy": counts.trace().item() / len(splits.valid), "valid_loss": loss}
 
+    make, steps = partial(make_model, args, splits.train), data.steps(splits.train, args.batch_size)
+    run = training.begin(args, world, make, start, steps, INTERVALS)
     run.fit(loss, batches, evaluate, best="valid_accuracy")
-    metrics = test_metrics(model, splits.test, args.batch_size, world)
+    metrics = test_metrics(run.model, splits.test, args.batch_size, world)
+    training.say(f"test accuracy {metrics['accuracy']:.4f}")
     if world.rank == 0:
         draw_curves(Path(args.out), args.model)
         draw_confusion(Path(args.out) / "confusion.png", metrics, args.model)
@@ -176,11 +199,8 @@ def train(args):
 
 def draw_curves(out, title):
     """curves.png in the run directory."""
-    lines = training.read_metrics(out)
     names = ("loss", "valid_loss", "valid_accuracy")
-    epoch = {name: [line["epoch"] for line in lines if line[name] is not None] for name in names}
-    value = {name: [line[name] for line in lines if line[name] is not None] for name in names}
-    series = {name.replace("_", " "): (epoch[name], value[name]) for name in names}
+    series = {name.replace("_", " "): training.curve(out, name, over="epoch") for name in names}
     pictures.write_png(out / "curves.png", pictures.curves(series, "epoch", title=title))
 
 
@@ -190,30 +210,17 @@ def draw_confusion(path, metrics, title):
     pictures.write_png(path, matrix)
 
 
-def train_several(args):
-    """--runs: mean and standard deviation of the accuracy over seeds."""
-    if (Path(args.out) / "config.json").exists():
-        raise training.UsageError(f"--out {args.out} holds a run: for --runs, name another")
-    runs = []
-    for seed in range(args.seed, args.seed + args.runs):
-        one = copy.copy(args)
-        one.seed, one.out = seed, str(Path(args.out) / f"seed{seed}")
-        training.say(f"seed {seed} in {one.out}")
-        runs.append(train(one))
-    accuracy = [run["test"]["accuracy"] for run in runs]
-    results = {"mean": statistics.mean(accuracy), "std": statistics.stdev(accuracy)}
-    results |= {"accuracy": accuracy, "runs": runs}
-    if training.connect(args).rank == 0:
-        training.write_json(Path(args.out) / "results.json", results)
-    return results
-
-
 def evaluate_only(args):
-    world, splits = training.connect(args), load_sets(args)
-    model = MODELS[args.model](splits.test.dim, len(splits.test.classes))
+    world = training.connect(args)
+    check_memory(args, world)
+    splits = load_sets(args)
+    model = make_model(args, splits.test)
     (training.load_last if args.last else training.load_best)(model, args.load)
     model.to(world.device).eval()
+    if args.last:  # the best have their statistics from the evaluation that found them
+        renew_statistics(model, draw_batches(args, splits.train, world))
     test = test_metrics(model, splits.test, args.batch_size, world)
+    training.say(f"test accuracy {test['accuracy']:.4f}")
     results = training.write_evaluation(test, args, world)
     if world.rank == 0:
         draw_confusion(Path(args.out) / "evaluation.png", test, args.model)
@@ -223,14 +230,9 @@ def evaluate_only(args):
 def main(argv=None):
     """The results, also printed: of one run, of --runs, or of --evaluate."""
     args = parse(argv)
-    if args.runs > 1:
-        results = train_several(args)
-        found = f"{results['mean']:.4f} ± {results['std']:.4f}, {args.runs} runs"
-    else:
-        results = evaluate_only(args) if args.evaluate else train(args)
-        found = f"{results['test']['accuracy']:.4f}"
-    training.say(f"test accuracy {found}")
-    return results
+    if args.evaluate:
+        return evaluate_only(args)
+    return training.several(args, train, "accuracy") if args.runs > 1 else train(args)
 
 
 if __name__ == "__main__":

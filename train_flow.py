@@ -48,13 +48,15 @@ import exnode
 from beyond.matching import COUPLINGS, matching_loss
 from sets import count
 from solvers import METHODS, SolverError, Stats
-from support import metrics, pictures, training
+from support import metrics, options, pictures, training
+from support.files import write_whole
 
 FIELDS = ("attention", "deepsets", "transformer")
 INTERVALS = 10  # of the run, each with half the learning rate of the one before
 VALID_POINTS = 6400  # points, of all sets together, in an evaluation
 SCORE_SETS = 1000  # samples that are scored at the end
 CHECKED_SETS = 8  # test sets that are solved once more, at a hundredth of the tolerance
+ADVICE = "on a CPU, --objective matching trains the same model without a solver in the loop"
 ONLY_WITH = {  # options that would otherwise do nothing
     "steps": ("method", "rk4", "rk5"),
     "gradient": ("objective", "likelihood"),
@@ -76,61 +78,73 @@ MODEL_OPTIONS = ("blocks", "hidden", "heads", "field", "time", "fine", "cells")
 
 def parse(argv=None):
     usual = {"epochs": 1000, "batch_size": 128, "every": 250}
-    parser = training.options("Model the density of sets.", "flow", **usual)
-    number, widths = training.number, training.widths
-    add = parser.add_argument_group("data").add_argument
-    help = "points in each set; None: 50 on mnist and 512 on modelnet, as in the paper"
-    add("--points", type=number(int, 1), help=help)
-    add("--category", help='such as "chair"; None: all, or synthetic digits')
-    help = "sets of the test split that are read at the end; None: all"
+    parser = options.shared("Model the density of sets.", "flow", **usual)
+    number = options.number
+    add = parser.group("data")
+    help = "Number of points in each set; if not given, 50 on mnist and 512 on modelnet, as in the"
+    add("--points", type=number(int, 1, below=10**10), help=f"{help} paper.")
+    help = 'Class of the sets, such as "chair"; if not given, all, or synthetic digits.'
+    add("--category", help=help)
+    help = "Number of test sets that are read at the end; if not given, all."
     add("--test-sets", type=number(int, 2), help=help)
-
-    add = parser.add_argument_group("the model of the paper").add_argument
-    help = "field of each block; the transformer is ours"
+    add = parser.group("the model of the paper")
+    help = "Vector field of each block; the transformer is ours."
     add("--field", choices=FIELDS, default="attention", help=help)
-    add("--blocks", type=number(int, 1), default=12, help="blocks in the chain")
-    add("--hidden", type=widths, default=[128] * 3, help="widths of a field's layers")
-    add("--heads", type=number(int, 1), default=4, help="heads of attention")
-    add("--time", action="store_true", help="attention and deepsets fields read the ODE's t")
-
-    add = parser.add_argument_group("training").add_argument
-    help = "what training maximises or fits; matching, ours, has no solver in its loop"
-    add("--objective", choices=("likelihood", "matching"), default="likelihood", help=help)
-    help = "start from the best weights of a RUN, whose data and model, and for matching"
-    help += " --coupling, --finest and --spare, are then the defaults; units of data stay RUN's"
-    add("--finetune", metavar="RUN", help=help)
-    help = "None: hutchinson in training; at the end exact, or hutchinson for the transformer"
-    add("--trace", choices=exnode.TRACES, help=help)
-    add("--probes", type=number(int, 1), default=1, help="probes of Hutchinson's estimator")
-    add("--gradient", choices=exnode.GRADIENTS, default="adjoint", help="of the likelihood")
-    add("--method", choices=("dopri5", "rk4", "rk5"), default="dopri5", help="solver in training")
-    help = "tolerance of dopri5, which every evaluation uses"
-    add("--tolerance", type=number(float, 1e-12), default=1e-5, help=help)
-    add("--steps", type=number(int, 1), default=1, help="steps of rk4 or rk5 per block")
-    add("--clip", type=number(float, 1e-9), help="largest norm of a gradient; None: any")
-
-    add = parser.add_argument_group("ours").add_argument
-    help = "how matching pairs noise with points"
-    add("--coupling", choices=COUPLINGS, default="swaps", help=help)
-    help = "noise that matching resolves, as a share of the data's deviation"
-    add("--finest", type=number(float, 1e-6, below=10), default=0.1, help=help)
-    help = "more points of each shape, for targets of lower variance in matching: for ModelNet"
-    help += " (1536 of 2048) and built-in sets"
-    add("--spare", type=number(int, 0), default=0, metavar="K", help=help)
-    help = "a transformer in one block also sees near neighbours, at the scale of the noise: for"
-    help += " shapes with flat parts"
-    add("--fine", action="store_true", help=help)
-    help = "a transformer in one block knows that no two points share a cell of a grid with this"
-    help += " many cells to a unit: 28 for the pixels of mnist; 0: no grid"
+    help = "Number of blocks in the chain."
+    add("--blocks", type=number(int, 1, below=1000), default=12, help=help)
+    help = "Widths of a field's layers."
+    add("--hidden", type=options.widths, default="128,128,128", metavar="W,W", help=help)
+    help = "Number of attention heads."
+    add("--heads", type=number(int, 1, below=2**16), default=4, help=help)
+    help = "Let attention and deepsets fields read the ODE's t."
+    add("--time", action="store_true", help=help)
+    help = "Trace of the density; if not given, hutchinson in training, and in the test exact, or"
+    add("--trace", choices=exnode.TRACES, help=f"{help} hutchinson for the transformer.")
+    help = "Number of probes of Hutchinson's estimator."
+    add("--probes", type=number(int, 1, below=10**4), default=1, help=help)
+    help = "How the likelihood is differentiated."
+    add("--gradient", choices=exnode.GRADIENTS, default="adjoint", help=help)
+    help = "Solver in training; every evaluation is by dopri5."
+    add("--method", choices=("dopri5", "rk4", "rk5"), default="dopri5", help=help)
+    help = "Relative and absolute tolerance of dopri5."
+    add("--tolerance", type=number(float, 1e-12, below=1), default=1e-5, help=help)
+    help = "Number of steps of rk4 or rk5 in each block."
+    add("--steps", type=number(int, 1, below=10**6), default=1, help=help)
+    add = parser.group("training")
+    help = "Largest norm of a gradient; if not given, any."
+    add("--clip", type=number(float, 1e-9), help=help)
+    add = parser.group("ours")
+    help = "What training maximises or fits; matching needs no solver in the loop."
+    choices = ("likelihood", "matching")
+    add("--objective", choices=choices, default="likelihood", help=help)
+    help = "Start from the best weights of a RUN, whose data and model, and for matching"
+    help += " --coupling, --finest and --spare, are then the defaults; units of data stay RUN's."
+    add("--finetune", type=options.path, metavar="RUN", help=help)
+    help = "Let a transformer in one block also see near neighbours, at the scale of the noise: for"
+    add("--fine", action="store_true", help=f"{help} shapes with flat parts.")
+    help = (
+        "Tell a transformer in one block that no two points share a cell of a grid with this many"
+    )
+    help += " cells to a unit: 28 for the pixels of mnist; 0 for no grid."
     add("--cells", type=number(int, 0), default=0, help=help)
-
-    add = parser.add_argument_group("from a finished run").add_argument
-    add("--load", metavar="RUN", help="a run directory, for --sample or --evaluate")
-    add("--sample", type=number(int, 1), metavar="K", help="draw K sets from --load RUN")
-    help = "with --sample: also draw how the first five come from noise"
+    help = "How matching pairs noise with points."
+    add("--coupling", choices=COUPLINGS, default="swaps", help=help)
+    help = "Smallest noise that matching resolves, as a share of the data's deviation."
+    add("--finest", type=number(float, 1e-6, below=1), default=0.1, help=help)
+    help = "Number of further points of each shape, with which matching replaces a target by its"
+    help += (
+        " mean given the noisy point: far less noise in training. For ModelNet (1536 of 2048) and"
+    )
+    help += " built-in sets."
+    add("--spare", type=number(int, 0, below=10**9), default=0, metavar="K", help=help)
+    add = parser.group("from a finished run")
+    help = "Draw K sets from --load RUN."
+    add("--sample", type=number(int, 1), metavar="K", help=help)
+    help = "With --sample, also draw how the first five come from noise."
     add("--path", action="store_true", help=help)
-    add("--evaluate", action="store_true", help="only test the best weights of --load RUN")
-    return check(parser, parser.parse_args(argv), argv)
+    add("--evaluate", action="store_true", help="Only test the best weights of --load RUN.")
+    args = parser.parse_args(argv)
+    return check(parser, args, argv)
 
 
 def check(parser, args, argv):
@@ -144,25 +158,27 @@ def check(parser, args, argv):
     if args.path and not args.sample:
         parser.error("--path goes with --sample K")
     if args.load:
-        args = training.parse_finished(args.load, parser, argv, TRAINING)
-        training.refuse(parser, args, MODEL_OPTIONS, "is not that of the model in --load RUN")
+        args = options.parse_finished(args.load, parser, argv, TRAINING)
+        options.refuse(parser, args, MODEL_OPTIONS, "is not that of the model in --load RUN")
+    elif options.goes_on(args):
+        args = options.parse_as_in(args.out, parser, argv)
     elif args.finetune:
         names = (*MODEL_OPTIONS, "data", "category", "points", "seed")
         names += ("coupling", "finest", "spare") if args.objective == "matching" else ()
-        args = training.parse_as_in(args.finetune, parser, argv, names)
+        args = options.parse_as_in(args.finetune, parser, argv, names)
         fixed = ("heads", "cells") if parser.get_default("cells") else ("heads",)
-        training.refuse(parser, args, fixed, "is not that of the model in --finetune RUN")
+        options.refuse(parser, args, fixed, "is not that of the model in --finetune RUN")
     for name, (other, *values) in ONLY_WITH.items():
         if getattr(args, name) != usual[name] and getattr(args, other) not in values:
             values = " or ".join(value for value in values if value)
             parser.error(f"argument --{name}: only with --{other} {values}")
     if args.sample:
         names = ("data", "category", "batch_size", "test_sets")
-        training.refuse(parser, args, names, "is for sets of data, which --sample does not read")
-        training.refuse(parser, args, ("trace", "probes"), "is for densities, not for --sample")
+        options.refuse(parser, args, names, "is for sets of data, which --sample does not read")
+        options.refuse(parser, args, ("trace", "probes"), "is for densities, not for --sample")
     only_tested = args.load or args.objective == "matching"  # training reads no trace
     if only_tested and args.field != "transformer" and not args.trace:
-        training.refuse(parser, args, ("probes",), "would not be read: the test's trace is exact")
+        options.refuse(parser, args, ("probes",), "would not be read: the test's trace is exact")
     if args.field != "deepsets" and args.hidden[-1] % args.heads:
         parser.error(f"argument --heads: {args.heads} does not divide {args.hidden[-1]}")
     for name in ("fine", "cells"):
@@ -214,14 +230,9 @@ def check_memory(args, world, dim, points, sets=1, whole=0, *, training_too=Fals
 
     whole: numbers of the output, beside them. Backpropagation keeps 20 evaluations by dopri5.
     """
-    kept = 12 * max(args.hidden)  # numbers per point
+    kept = (12 + 4 * args.probes) * max(args.hidden)  # numbers per point
     if training_too:
-        kept = 30 * sum(args.hidden) + 3 * args.spare
-    if training_too:
-        widths = (dim, *args.hidden)
-        whole += 12 * args.blocks * sum(a * b for a, b in zip(widths, args.hidden))  # weights
-    if args.objective == "likelihood" or pairs:
-        kept = max(kept, 2 * max(args.hidden) * args.probes)
+        kept = (26 + 4 * args.probes) * sum(args.hidden) + 3 * args.spare
     if training_too and args.objective == "likelihood" and args.gradient == "backprop":
         evaluations = 20 if args.method == "dopri5" else len(METHODS[args.method].b) * args.steps
         kept = max(kept, 2.5 * sum(args.hidden) * args.blocks * evaluations)
@@ -303,20 +314,14 @@ def test_metrics(args, model, test, world):
 def train(args):
     """One run: train, select, test, draw; the contents of its results.json."""
     world = training.connect(args)
-    if results := training.prepare(args, world):
-        training.say(f"{args.out} is complete: PPLL {results['test']['ppll']:.4f}")
-        return results
+    with training.directory(args, world, "ppll") as results:
+        return results or train_here(args, world)
+
+
+def train_here(args, world):
     splits = load_sets(args)
     sets, points = args.batch_size // world.size, data.span(splits.train.points)[1]
     check_memory(args, world, splits.train.dim, points, sets, training_too=True)
-    training.seed(args.seed)
-    model = build(args, splits.train.dim).to(world.device)
-    start(args, model, splits.train)
-    optimizer = training.OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
-    steps = data.steps(splits.train, args.batch_size)
-    schedule = training.schedule(args.schedule, INTERVALS)
-    settings = {"ema": args.ema, "clip": args.clip, "every": args.every}
-    run = training.Run(args, world, model, optimizer, schedule, steps, **settings)
     valid = splits.valid.some(-(-VALID_POINTS // points))
 
     def batches(epoch, start):
@@ -336,10 +341,13 @@ def train(args):
         how = {"solver": dopri5(args, least=1e-3), **density(args)}
         return {"valid_ppll": measure_likelihood(model, valid, args.batch_size, world, how)["ppll"]}
 
-    run.fit(loss, batches, evaluate, best="valid_ppll")
-    if world.rank == 0:
-        draw_run(args, model, splits.test)
-    return run.finish(test_metrics(args, model, splits.test, world))
+    make = partial(build, args, splits.train.dim)
+    begin = partial(start, args, train=splits.train)
+    steps = data.steps(splits.train, args.batch_size)
+    run = training.begin(args, world, make, begin, steps, INTERVALS)
+    advice = "" if args.cuda or args.objective == "matching" else ADVICE
+    run.fit(loss, batches, evaluate, best="valid_ppll", advice=advice)
+    return finish(args, run, splits.test)
 
 
 def start(args, model, train):
@@ -359,11 +367,32 @@ def start(args, model, train):
         model.blocks[0].field.cells.grid.copy_(grid)
 
 
+def finish(args, run, test):
+    """Pictures, then the test, which takes longer, and results.json, which marks the end."""
+    if run.world.rank == 0:
+        draw_run(args, run.model, test)
+    found = test_metrics(args, run.model, test, run.world)
+    show(found)
+    training.say(f"pictures: samples.png, path.png and path-moving.png in {args.out}")
+    return run.finish(found)
+
+
+def show(test):
+    """The numbers of a test, on stderr."""
+    unit = f"{test['ppll']:.4f} ± {test['standard_error']:.4f}"
+    training.say(f"test PPLL {unit} nats per point, {test['bits_per_dim']:.4f} bits per dimension")
+    if (off := test["tolerance_error"]) is not None:
+        at = f"at tolerance {test['tolerance']:g}"
+        training.say(f"{at}, sets are off by up to {off:.2g} nats per point")
+    scores = test["samples"]
+    text = ", ".join(f"{name} {scores[name]:.4g}" for name in ("1-NNA", "MMD", "COV"))
+    training.say(f"{scores['sets']} samples: {text}")
+
+
 # ---------------------------------------------------------------------------------- pictures
 def draw_curves(out):
-    lines = training.read_metrics(out)
-    at, value = zip(*[(line["step"], line["valid_ppll"]) for line in lines])
-    curve = pictures.curves({"validation": (at, value)}, "step", "PPLL, nats per point")
+    series = {"validation": training.curve(out, "valid_ppll")}
+    curve = pictures.curves(series, "step", "PPLL, nats per point")
     pictures.write_png(out / "curves.png", curve)
 
 
@@ -438,7 +467,7 @@ def sample(args):
     begun = time.monotonic()
     sets = draw_sets(args, model, args.sample, args.points).cpu()
     seconds = (time.monotonic() - begun) / args.sample
-    training.write(Path(f"{name}.npy"), lambda f: np.save(f, sets.numpy()))
+    write_whole(f"{name}.npy", lambda f: np.save(f, sets.numpy()))
     draw_samples(f"{name}.png", sets[:27])
     training.say(f"{name}.npy and .png: {seconds:.3g} s per set")
     if args.path:
@@ -455,6 +484,7 @@ def evaluate_only(args):
     sets = args.batch_size // world.size
     check_memory(args, world, test.dim, data.span(test.points)[1], sets, pairs=True)
     found = test_metrics(args, model.to(world.device), test, world)
+    show(found)
     results = training.write_evaluation(found, args, world)
     if world.rank == 0:
         draw_beside(Path(args.out) / "evaluation.png", args, model, test)
@@ -466,19 +496,9 @@ def main(argv=None):
     args = parse(argv)
     if args.sample:
         return sample(args)
-    results = evaluate_only(args) if args.evaluate else train(args)
-    test = results["test"]
-    unit = f"{test['ppll']:.4f} ± {test['standard_error']:.4f}"
-    training.say(f"test PPLL {unit} nats per point, {test['bits_per_dim']:.4f} bits per dimension")
-    if (off := test.get("tolerance_error")) is not None:
-        say = f"at tolerance {test['tolerance']:g}, sets are off by up to {off:.2g} nats per point"
-        training.say(say)
-    scores = test["samples"]
-    text = ", ".join(f"{name} {scores[name]:.4g}" for name in ("1-NNA", "MMD", "COV"))
-    training.say(f"{scores['sets']} samples: {text}")
-    if not args.evaluate:
-        training.say(f"pictures: samples.png, path.png and path-moving.png in {args.out}")
-    return results
+    if args.evaluate:
+        return evaluate_only(args)
+    return training.several(args, train, "ppll") if args.runs > 1 else train(args)
 
 
 if __name__ == "__main__":

@@ -45,9 +45,8 @@ Departures from the paper
 """
 
 import argparse
+import itertools
 import sys
-import tokenize
-import zipfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -59,18 +58,18 @@ import data
 import exnode
 from beyond.matching import COUPLINGS, Moments, temporal_matching_loss
 from solvers import SolverError
-from support import pictures, training
+from support import options, pictures, training
+from support.files import write_whole
 from support.metrics import chamfer
 
 INTERVALS = 2  # of the run, each with half the learning rate of the one before
 HIDDEN = {"concatsquash": [512] * 3, "attention": [128] * 3, "transformer": [128] * 4}
 DIM = 2  # of a point
 CHECKED_SERIES = 8  # test series that are solved once more, at a hundredth of the tolerance
-NOT_AN_ARRAY = (  # what numpy raises for a header or a file that is none
-    ArithmeticError, EOFError, MemoryError, OSError, RecursionError, SyntaxError, TypeError,
-    ValueError, tokenize.TokenError, zipfile.BadZipFile,
-)  # fmt: skip
+RENEWED = 20  # batches that batch normalisation's statistics are computed from anew
+ADVICE = "on a CPU, --objective matching trains the decoder without a solver"
 UNITS = "nats per point, in pixels: log p / n on half a canvas − 2 ln 14; kl in nats per series"
+FARTHEST = 1000  # time that anyone may ask for
 MODEL_OPTIONS = ("data", "category", "points", "times", "decoder", "hidden", "latent", "seed")
 TRAINING = (  # options without a meaning for a finished run
     "objective", "kl", "coupling", "pieces", "match_times", "moments", "gradient", "valid_series",
@@ -93,79 +92,82 @@ def times(text):
     except (ValueError, ArithmeticError):
         want = "want a list such as 0,0.25,1 or a range such as 0:1.5:0.05"
         raise argparse.ArgumentTypeError(f"{text!r}: {want}") from None
-    with np.errstate(over="ignore"):
-        single = np.float32(values)
-    if not values or not np.isfinite(single).all() or (np.diff(single) <= 0).any():
-        raise argparse.ArgumentTypeError(f"{text!r}: times must be finite and increase")
+    near = bool(values) and np.abs(values).max() <= FARTHEST
+    if not near or not (np.diff(np.float32(values)) > 0).all():
+        within = f"from -{FARTHEST} to {FARTHEST}"
+        raise argparse.ArgumentTypeError(f"{text!r}: times must increase, {within}")
     return values
 
 
 def parse(argv=None):
     usual = {"epochs": 100, "batch_size": 128, "every": 800}
-    parser = training.options("Model sets over time.", "temporal", **usual)
-    number = training.number
-    add = parser.add_argument_group("data").add_argument
-    help = "trained times, or of the output of --load: a list or start:stop:step"
+    parser = options.shared("Model sets over time.", "temporal", **usual)
+    number = options.number
+    add = parser.group("data")
+    help = "Trained times, or with --load those of the output: a list or start:stop:step."
     add("--times", type=times, default="0,0.25,0.5,0.75,1", help=help)
-    add("--points", type=number(int, 1), default=64, help="points in each set")
-    add("--category", help='digits, such as "1,7"; None: all')
-    help = "series in each validation, at most"
+    help = "Number of points in each set."
+    add("--points", type=number(int, 1, below=10**10), default=64, help=help)
+    add("--category", help='Digits to read, such as "1,7"; if not given, all.')
+    help = "Largest number of held-out series in an evaluation."
     add("--valid-series", type=number(int, 1), default=256, help=help)
-    help = "series in the test, at most"
+    help = "Largest number of series in the test."
     add("--test-series", type=number(int, 1), default=1000, help=help)
-
-    add = parser.add_argument_group("the model of the paper").add_argument
-    help = "field of the decoder's flow; the transformer is ours"
+    help = "A run of train_cls.py on upright digits, to see whether it recognises reconstructions."
+    add("--classifier", type=options.path, metavar="RUN", help=help)
+    add = parser.group("the model of the paper")
+    help = "Vector field of the decoder's flow; attention and the transformer are ours."
     add("--decoder", choices=exnode.DECODERS, default="concatsquash", help=help)
-    help = "widths of the decoder; None: 512,512,512, or three of 128, for a transformer four"
-    add("--hidden", type=training.widths, metavar="W,W,...", help=help)
-    add("--latent", type=number(int, 1), default=128, help="numbers in z")
-
-    add = parser.add_argument_group("training").add_argument
-    help = "what training maximises or fits; matching, ours, has no decoder's solve in its loop"
-    add("--objective", choices=("elbo", "matching"), default="elbo", help=help)
-    help = "start from the best weights of a RUN, whose data and model options are the defaults;"
-    help += " with another --decoder or --hidden, from those of the encoder and the latent ODE"
-    add("--finetune", metavar="RUN", help=help)
-    help = "of a solve; None: adjoint for elbo, backprop for matching, where only z is solved"
-    add("--gradient", choices=exnode.GRADIENTS, help=help)
-    help = "of the ELBO in training; in a test too with a transformer, else that is exact"
+    help = "Dimension of z."
+    add("--latent", type=number(int, 1, below=2**20), default=128, help=help)
+    help = (
+        "Widths of the decoder; if not given, 512,512,512, or three of 128, for a transformer four."
+    )
+    add("--hidden", type=options.widths, metavar="W,W", help=help)
+    help = (
+        "How a solve is differentiated; if not given, adjoint for elbo, and backprop for matching,"
+    )
+    add("--gradient", choices=exnode.GRADIENTS, help=f"{help} where only z is solved.")
+    help = "Trace of the ELBO in training; in a test too with a transformer, else that is exact."
     add("--trace", choices=exnode.TRACES, default="hutchinson", help=help)
-
-    add = parser.add_argument_group("ours").add_argument
-    help = "weight of the KL in matching; with --coupling none, 0.42 is the ELBO's own"
+    add = parser.group("ours")
+    help = "What training maximises or fits; matching trains the decoder without a solver."
+    add("--objective", choices=("elbo", "matching"), default="elbo", help=help)
+    help = "Start from the best weights of a RUN, whose data and model options are the defaults;"
+    help += " with another --decoder or --hidden, from those of the encoder and the latent ODE."
+    add("--finetune", type=options.path, metavar="RUN", help=help)
+    help = "Weight of the KL in matching; with --coupling none, 0.42 is the ELBO's own."
     add("--kl", type=number(float, 0), default=0.05, help=help)
-    help = "how matching pairs noise with points"
+    help = "How matching pairs noise with points."
     add("--coupling", choices=COUPLINGS, default="swaps", help=help)
-    help = "also match pieces of K points by themselves, so that z matters; 0: only whole sets"
+    help = "Also match pieces of K points by themselves, so that z matters; 0 for whole sets."
     add("--pieces", type=number(int, 0), default=0, metavar="K", help=help)
-    help = "match at K random times of a batch, for larger batches; 0: at all of them"
+    help = "Match at K random times of a batch, for larger batches; 0 for all of them."
     add("--match-times", type=number(int, 0), default=0, metavar="K", help=help)
-    help = "weight, in matching, of the error with which z predicts the characteristic function of"
-    help += " each set: the encoder learns much sooner; 20 is a start"
+    help = "Weight, in matching, of the error of each set's mean cos and sin of w.x as predicted"
+    help += " from z: the encoder learns much sooner; 20 is a start."
     add("--moments", type=number(float, 0), default=0.0, help=help)
-    help = "a run of train_cls.py on upright digits: does it recognise reconstructions?"
-    add("--classifier", metavar="RUN", help=help)
-
-    add = parser.add_argument_group("from a finished run").add_argument
-    add("--load", metavar="RUN", help="a run directory; its options are the defaults")
-    add("--evaluate", action="store_true", help="only test the best weights of --load")
-    add("--sample", type=number(int, 1), metavar="K", help="draw K series from --load")
-    help = "your series (T, n, 2) or (B, T, n, 2), centred, half a canvas 1, y up; NaN: no point"
-    add("--reconstruct", metavar="FILE.npy", help=help)
-    help = "times of the sets in --reconstruct; None: evenly spaced from 0 to 1"
+    add = parser.group("from a finished run")
+    add("--evaluate", action="store_true", help="Only test the best weights of --load RUN.")
+    add("--sample", type=number(int, 1), metavar="K", help="Draw K series from --load RUN.")
+    help = "Reconstruct your series, (T, n, 2) or (B, T, n, 2), centred, in units of half a canvas,"
+    help += " y up, NaN for a point that is not there."
+    add("--reconstruct", type=options.path, metavar="FILE.npy", help=help)
+    help = "Times of the sets in --reconstruct; if not given, evenly spaced from 0 to 1."
     add("--at", type=times, help=help)
     args = parser.parse_args(argv)
-    if args.finetune:
-        if args.load:
-            parser.error("--finetune trains: leave out --load")
-        hidden, args = args.hidden, training.parse_as_in(args.finetune, parser, argv, MODEL_OPTIONS)
+    if args.finetune and args.load:
+        parser.error("--finetune trains: leave out --load")
+    if options.goes_on(args) and not args.load:
+        args = options.parse_as_in(args.out, parser, argv)
+    elif args.finetune:
+        hidden, args = args.hidden, options.parse_as_in(args.finetune, parser, argv, MODEL_OPTIONS)
         if args.decoder != parser.get_default("decoder"):  # that of the run
             args.hidden = hidden
     if args.load:
-        args = training.parse_finished(args.load, parser, argv, TRAINING)
+        args = options.parse_finished(args.load, parser, argv, TRAINING)
         names = ("decoder", "hidden", "latent")
-        training.refuse(parser, args, names, "is not that of the model in --load RUN")
+        options.refuse(parser, args, names, "is not that of the model in --load RUN")
     args.hidden = args.hidden or HIDDEN[args.decoder]
     args.gradient = args.gradient or {"elbo": "adjoint", "matching": "backprop"}[args.objective]
     return check(parser, args)
@@ -180,10 +182,10 @@ def check(parser, args):
         parser.error("--at gives the times of --reconstruct")
     if args.sample or args.reconstruct:
         names = ("data", "category", "batch_size", "test_series", "classifier")
-        training.refuse(parser, args, names, "is for the test series, which nothing reads here")
+        options.refuse(parser, args, names, "is for the test series, which nothing reads here")
     if args.objective == "elbo":
         names = ("kl", "coupling", "pieces", "match_times", "moments")
-        training.refuse(parser, args, names, "is for --objective matching")
+        options.refuse(parser, args, names, "is for --objective matching")
     if args.trace != parser.get_default("trace") and not reads_trace(args):
         parser.error("--trace: without --objective elbo or a transformer, nothing would read it")
     if args.pieces > args.points and not args.load:
@@ -428,34 +430,34 @@ def train(args):
     check_training_memory(args, world)
     if args.classifier:  # a mistake shows before training
         load_model("--classifier", args.classifier, exnode.SetClassifier)
-    if results := training.prepare(args, world):
-        training.say(f"{args.out} is complete")
-        return results
-    splits = load_series(args)
-    training.seed(args.seed)
-    model = build(args).to(world.device)
-    start(args, model, splits.train)
-    optimizer = training.OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
-    steps = data.steps(splits.train, args.batch_size)
-    schedule = training.schedule(args.schedule, INTERVALS)
-    settings = {"ema": args.ema, "every": args.every}
-    run = training.Run(args, world, model, optimizer, schedule, steps, **settings)
-    valid = splits.valid.some(args.valid_series)
+    with training.directory(args, world, "elbo") as results:
+        return results or train_here(args, world)
 
-    def evaluate(model):
-        metrics = measure_elbo(model, valid, args, world)
-        return {f"valid_{name}": metrics[name] for name in ("elbo", "log_likelihood", "kl")}
+
+def train_here(args, world):
+    splits = load_series(args)
+    valid, steps = splits.valid.some(args.valid_series), data.steps(splits.train, args.batch_size)
 
     def batches(epoch, start):
         draw = {"seed": args.seed, "epoch": epoch, "start": start, "workers": 1}
         return data.batches(splits.train, args.batch_size, **draw, **world.share)
 
-    run.fit(make_loss(args, splits.train), batches, evaluate, best="valid_elbo")
+    def evaluate(model):
+        some = itertools.islice(batches(0, 0), RENEWED)
+        training.renew_statistics(model, some, lambda model, batch: model.encode(batch.x, batch.t))
+        metrics = measure_elbo(model, valid, args, world)
+        return {f"valid_{name}": metrics[name] for name in ("elbo", "log_likelihood", "kl")}
+
+    begin = partial(start, args, train=splits.train)
+    run = training.begin(args, world, partial(build, args), begin, steps, INTERVALS)
+    model, advice = run.model, "" if args.cuda or args.objective == "matching" else ADVICE
+    run.fit(make_loss(args, splits.train), batches, evaluate, best="valid_elbo", advice=advice)
     if world.rank == 0:
         draw_curves(Path(args.out), args.objective)
         draw_samples(Path(args.out), args, model, generator(args, world))
         draw_reconstructions(Path(args.out), args, model, splits.test, generator(args, world))
     metrics = test_metrics(model, splits.test, args, world)
+    show(metrics)
     return run.finish(metrics)
 
 
@@ -502,11 +504,7 @@ def draw_moving(path, x, times, trained, title, across=6):
 
 def draw_curves(out, objective):
     """curves.png: ELBO, KL and loss, one above the other."""
-    lines = training.read_metrics(out)
-
-    def line(name):
-        return tuple(zip(*[(row["step"], row[name]) for row in lines if row[name] is not None]))
-
+    line = partial(training.curve, out)
     held = {"ELBO": line("valid_elbo"), "log-likelihood": line("valid_log_likelihood")}
     panels = [(held, "nats per point", "held-out series, in pixels")]
     panels += [({"KL": line("valid_kl")}, "nats per series", "held-out series")]
@@ -561,7 +559,7 @@ def restore(args, series=1, given=0):
 def write_series(args, name, x, rows, trained, title):
     """Series x as NAME.npy, NAME.png and NAME-moving.png in --out."""
     name = Path(args.out) / name
-    training.write(name.with_name(f"{name.name}.npy"), lambda f: np.save(f, x))
+    write_whole(f"{name}.npy", lambda f: np.save(f, x))
     draw_rows(f"{name}.png", rows, trained, title)
     moving, pick = x if x.ndim == 4 else x[None], spread(len(args.times), 200)
     times = [args.times[k] for k in pick]
@@ -614,7 +612,7 @@ def read_series(path):
         raise wrong("no such file")
     try:
         x = np.load(path, allow_pickle=False)
-    except NOT_AN_ARRAY as e:
+    except Exception as e:  # whatever numpy raises for a stranger's header
         raise wrong(str(e).partition("\n")[0] or "empty") from None
     if not isinstance(x, np.ndarray) or x.dtype.kind not in "fiu":
         raise wrong("not one array of numbers")
@@ -633,6 +631,7 @@ def read_series(path):
 def evaluate_only(args):
     world, model = restore(args)
     test = test_metrics(model, load_series(args).test, args, world)
+    show(test)
     return training.write_evaluation(test, args, world)
 
 
@@ -643,9 +642,9 @@ def main(argv=None):
         return sample(args)
     if args.reconstruct is not None:
         return reconstruct(args)
-    results = evaluate_only(args) if args.evaluate else train(args)
-    show(results["test"])
-    return results
+    if args.evaluate:
+        return evaluate_only(args)
+    return training.several(args, train, "elbo") if args.runs > 1 else train(args)
 
 
 if __name__ == "__main__":

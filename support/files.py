@@ -26,9 +26,11 @@ def write_whole(path, save):
             f.flush()
             os.fsync(f.fileno())
         os.replace(part, path)
-    except BaseException:  # also Ctrl-C: a part that stays would keep a full disk full
+    except BaseException as e:  # also Ctrl-C: a part that stays would keep a full disk full
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
+        if isinstance(e, OSError) and e.filename is None:
+            e.filename = str(path)  # a full disk does not say which file was too much for it
         raise
 
 

@@ -12,23 +12,23 @@ from pathlib import Path
 import pytest
 
 import data
-from support import training
+from support import options, training
 
 ROOT = Path(__file__).parent.parent
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 TWO_PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-def start(name, *options, launcher=(), **settings):
+def start(name, *words, launcher=(), **settings):
     """A process of its own."""
-    command = [sys.executable, *launcher, str(ROOT / name), *map(str, options)]
+    command = [sys.executable, *launcher, str(ROOT / name), *map(str, words)]
     pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env=ENV, **pipes, **settings)
 
 
 def stop_early(process, out, seconds):
-    """SIGTERM so many seconds after the first checkpoint; what the process said."""
-    while not (out / "last.pt").exists():
+    """SIGTERM so many seconds after the first evaluation; what the process said."""
+    while not (out / "metrics.jsonl").exists():
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.02)
     time.sleep(seconds)
@@ -38,11 +38,11 @@ def stop_early(process, out, seconds):
     return err
 
 
-def call(module, capsys, *options):
+def call(module, capsys, *words):
     """Exit code and what was written to stderr, without a process of its own."""
     capsys.readouterr()
     try:
-        code = training.command(lambda: module.main(list(map(str, options))), (data.DataError,))
+        code = training.command(lambda: module.main(list(map(str, words))), (data.DataError,))
     except SystemExit as e:
         code = e.code
     return code, capsys.readouterr().err
@@ -55,13 +55,22 @@ def lines(out):
 
 
 def check_help(module, capsys, count):
-    """--help names each of so many options with its default."""
+    """--help has so many options in groups, each with a sentence that any terminal can print."""
     with pytest.raises(SystemExit) as e:
         module.parse(["--help"])
     assert e.value.code == 0
-    text = re.sub(r"[,\s]+", " ", capsys.readouterr().out)  # also "--augment, --no-augment"
-    options = [f"--{name.replace('_', '-')}" for name in vars(module.parse([]))]
-    assert len(options) == count
-    for option in options:
-        after = text[text.rindex(f" {option} ") :]
-        assert re.match(r" --[^()]*(\([^)]*\)[^()]*)*\(default: ", after), option
+    text = capsys.readouterr().out
+    text.encode("cp1252")
+    assert len(vars(module.parse([]))) == count
+    _, *groups = re.split(r"\n(?=\S[^\n]*:\n)", text)
+    titles = ["options", *options.GROUPS]
+    assert [group.partition(":")[0] for group in groups] == titles
+    listed = [
+        word for group in groups for word in re.findall(r"\n  (-[^\n]*)((?:\n {4}[^\n]*)*)", group)
+    ]
+    for first, rest in listed[1:]:
+        words = re.split(r"  +|\n +", first + rest)
+        sentence = re.sub(r" \(default: [^)]+\)$", "", " ".join(words[1:]))
+        assert re.fullmatch(r"[A-Z].*\.", sentence), (words[0], sentence)
+        assert "None" not in sentence
+    assert len(listed) == count + 1

@@ -85,7 +85,7 @@ def test_matching_standardises_the_data_and_likelihood_leaves_them_as_in_the_pap
 
 
 def test_a_run_stopped_by_sigterm_resumes_to_the_same_numbers(tmp_path):
-    options = [*MATCHING, "--every", "400"]  # evaluated at the start and the end only
+    options = [*MATCHING, "--every", "100"]  # evaluated at the start and the end only
     results = train_flow.main([*options, "--out", str(tmp_path / "whole")])
     out = tmp_path / "run"
     process = script(*options, "--out", out)
@@ -311,5 +311,5 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
         assert words.lower() in err.lower()
 
 
-def test_help_names_every_option_with_its_default(capsys):
-    check_help(train_flow, capsys, 40)
+def test_help_says_in_sentences_what_every_option_does(capsys):
+    check_help(train_flow, capsys, 41)

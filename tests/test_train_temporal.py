@@ -26,9 +26,9 @@ from support.pictures import COLOURS
 TINY = ["--points", "6", "--times", "0,0.5,1", "--category", "1", "--hidden", "32,32"]
 TINY += ["--latent", "2", "--lr", "1e-2", "--valid-series", "16", "--test-series", "16"]
 MATCHING = [*TINY, "--objective", "matching", "--match-times", "2", "--ema", "0.8"]
-MATCHING += ["--batch-size", "16", "--epochs", "12", "--kl", "0.4", "--lr", "3e-3"]
+MATCHING += ["--batch-size", "16", "--epochs", "12", "--kl", "0.4", "--lr", "3e-3", "--every", "48"]
 ELBO = [*TINY, "--trace", "exact", "--gradient", "checkpoint", "--batch-size", "16"]
-ELBO += ["--epochs", "3"]
+ELBO += ["--epochs", "3", "--every", "12"]
 LOAD_SERIES = train_temporal.load_series
 run_here = partial(call, train_temporal)
 
@@ -344,13 +344,14 @@ def test_finetuning_starts_from_a_run_and_changes_what_it_is_told(runs, tmp_path
     how += ["--epochs", "1", "--batch-size", "16", "--out", str(tmp_path / "fine")]
     config = train_temporal.main(["--finetune", str(before), *how])["config"]
     assert (config["latent"], config["kl"], config["times"]) == (2, 0.01, [0, 0.5, 1])
-    assert lines(tmp_path / "fine")[0]["valid_elbo"] == pytest.approx(results["best"])
+    first = lines(tmp_path / "fine")[0]  # with batch statistics at --times, not at random ones
+    assert first["valid_elbo"] == pytest.approx(results["best"], abs=0.05)
     other = ["--decoder", "transformer", "--hidden", "16", "--pieces", "2", "--coupling", "none"]
     other += ["--match-times", "2", "--moments", "5"]  # these are new as well
     out = tmp_path / "other"
     train_temporal.main(["--finetune", str(before), *how[:-1], str(out), *other])
     best = training.read_checkpoint(before / "best.pt")["metrics"]
-    assert lines(out)[0]["valid_kl"] == pytest.approx(best["valid_kl"])  # the same encoder
+    assert lines(out)[0]["valid_kl"] == pytest.approx(best["valid_kl"], rel=0.1)  # the same encoder
     assert lines(out)[0]["valid_log_likelihood"] != pytest.approx(best["valid_log_likelihood"])
     best = training.read_checkpoint(out / "best.pt")["metrics"]["valid_elbo"]
     for name, moments in (("kept", "5"), ("dropped", "0")):  # a head of moments, or none
@@ -629,5 +630,5 @@ def test_a_decoder_that_attends_can_be_evaluated_and_trained_by_either_objective
         model.eval().elbo_terms(batch.x, batch.t, trace="exact")
 
 
-def test_help_names_every_option_with_its_default(capsys):
-    check_help(train_temporal, capsys, 37)
+def test_help_says_in_sentences_what_every_option_does(capsys):
+    check_help(train_temporal, capsys, 38)

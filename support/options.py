@@ -1,0 +1,224 @@
+"""The options of an experiment: typed by a person, kept in config.json, read from another run.
+
+What says where to write is typed, or is a default; it is never read from a file (`PLACES`).
+Paths within the folder that holds the project are kept relative to the project.
+"""
+
+import argparse
+import json
+import math
+import os
+from pathlib import Path
+
+import torch
+
+from beyond.muon import Muon
+from support.progress import say
+
+PROJECT = Path(__file__).resolve().parent.parent
+OPTIMIZERS = {"adam": torch.optim.Adam, "muon": Muon}
+SCHEDULES = ("halve", "one-cycle")
+GROUPS = ("data", "the model of the paper", "training", "ours", "from a finished run")
+PLACES = (  # where, and what is done beside training: not kept, and may change when a run goes on
+    "out", "root", "resume", "cuda", "every", "load", "evaluate", "last", "sample", "path",
+    "reconstruct", "at", "score",
+)  # fmt: skip
+DELETED = ("mix", "random_times")  # options that a run from before may have in its config.json
+
+
+class UsageError(ValueError):
+    """Something the user can put right: one line, exit code 2."""
+
+
+# ------------------------------------------------------------------------------------- the parser
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Defaults, where there are any."""
+
+    def _get_help_string(self, action):
+        none = action.default is None or isinstance(action.default, bool)
+        return action.help if none else super()._get_help_string(action)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose options stand in GROUPS, and whose errors are one line."""
+
+    def __init__(self, description):
+        super().__init__(description=description, formatter_class=Help, allow_abbrev=False)
+        self.sections = {title: self.add_argument_group(title) for title in GROUPS}
+        self.reading = ""  # the file that the options are read from
+
+    def group(self, title):
+        """add_argument of the group with that title."""
+        return self.sections[title].add_argument
+
+    def error(self, message):
+        if self.reading:
+            raise UsageError(f"{self.reading}: {message}")
+        say(f"{self.prog}: {message}; --help lists the options")
+        raise SystemExit(2)
+
+
+def number(kind, low, below=math.inf):
+    """An argparse type: an int or float that is at least `low` and below a finite limit."""
+
+    def parse(text):
+        value = kind(text)
+        if not low <= value < below:
+            limit = "infinite" if below == math.inf else f"not below {below:g}"
+            raise argparse.ArgumentTypeError(f"{text} is less than {low} or {limit}")
+        return value
+
+    parse.__name__ = kind.__name__  # for argparse's own message
+    return parse
+
+
+def widths(text):
+    """An argparse type: "128,128" is [128, 128]."""
+    return [number(int, 1, below=2**16)(part) for part in text.split(",")]
+
+
+def path(text):
+    """An argparse type: a path that the file system can have, whether or not it is there."""
+    try:
+        os.lstat(text)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as e:
+        reason = getattr(e, "strerror", None) or e
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: {reason}") from None
+    return text
+
+
+def shared(description, name, epochs, batch_size, every=None):
+    """A parser with the options that all experiments share."""
+    parser = Parser(description)
+    add, sources = parser.group("data"), ("synthetic", "mnist", "modelnet", "modelnet10")
+    help = "Which sets to read; synthetic ones are built in."
+    add("--data", choices=sources, default="synthetic", help=help)
+    add("--root", type=path, default="data", help="Folder with the downloaded data.")
+    add = parser.group("training")
+    add("--cuda", action="store_true", help="Train on a GPU.")
+    add("--out", type=path, default=f"runs/{name}", help="Folder of the run.")
+    help = "Go on with the run in --out, with its own options, or start it."
+    add("--resume", action="store_true", help=help)
+    help = "Seed of the weights, the order of the sets, the points drawn and the held-out sets."
+    add("--seed", type=number(int, 0, below=2**63), default=0, help=help)
+    help = "Train K times, with the seeds seed, seed + 1 and so on, each in its own folder in"
+    help += " --out, and report mean and standard deviation."
+    add("--runs", type=number(int, 1, below=1000), default=1, metavar="K", help=help)
+    help = "Number of passes over the training sets."
+    add("--epochs", type=number(int, 1, below=10**9), default=epochs, help=help)
+    help = "Train for this long in place of --epochs; the schedule fits itself to it."
+    add("--minutes", type=number(float, 0.01, below=10**7), help=help)
+    help = "Number of sets or series in a step, over all processes."
+    add("--batch-size", type=number(int, 2, below=10**9), default=batch_size, help=help)
+    help = "Largest learning rate."
+    add("--lr", type=number(float, 0, below=1e38), default=1e-3, help=help)
+    help = "Number of steps from one evaluation on held-out sets to the next"
+    help += "." if every else "; if not given, an epoch."
+    add("--every", type=number(int, 1), default=every, help=help)
+    add = parser.group("ours")
+    help = "Optimiser; muon takes fewer steps, each slower."
+    add("--optimizer", choices=OPTIMIZERS, default="adam", help=help)
+    help = "How the learning rate falls: halved in steps, as in the paper, or in one cycle."
+    add("--schedule", choices=SCHEDULES, default="halve", help=help)
+    help = "Decay of an average of the weights, which is then evaluated and kept; 0 for none."
+    add("--ema", type=number(float, 0, below=1), default=0.0, help=help)
+    help = "A finished run to work with; its options are the defaults."
+    parser.group("from a finished run")("--load", type=path, metavar="RUN", help=help)
+    return parser
+
+
+def refuse(parser, args, names, why):
+    """An error if one of these options is not at its default."""
+    for name in names:
+        if getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')} {why}")
+
+
+# ------------------------------------------------------------------------ the options of a run
+def configuration(args):
+    """The options that a run's numbers depend on."""
+    kept = {k: v for k, v in sorted(vars(args).items()) if k not in PLACES}
+    if kept.get("runs") == 1:
+        del kept["runs"]
+    return {k: relative(v) if isinstance(v, str) else v for k, v in kept.items()}
+
+
+def relative(text):
+    """A path in or beside the project's folder, as seen from there; any other text as it is."""
+    option, equals, where = text.rpartition("=") if text.startswith("--") else ("", "", text)
+    if os.path.isabs(where) and Path(where).is_relative_to(PROJECT.parent):
+        where = Path(os.path.relpath(where, PROJECT)).as_posix()
+    return option + equals + where
+
+
+def read_text(path, size=None):
+    """The text of a file, or of its first bytes; a pipe, which would wait for ever, is no file."""
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path}: not a file")
+    try:
+        return path.read_bytes()[:size].decode()
+    except (OSError, ValueError) as e:
+        raise UsageError(f"{path}: {e}") from None
+
+
+def read_json(path):
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise UsageError(f"{path}: {e}") from None
+
+
+def read_config(run):
+    """The options of a run directory."""
+    config = read_json(Path(run) / "config.json")
+    if not isinstance(config, dict):
+        raise UsageError(f"{run}/config.json: not the options of a run")
+    return {k: v for k, v in config.items() if k not in PLACES}
+
+
+def parse_as_in(run, parser, argv, names=None):
+    """The options, where those of a run directory are the defaults: all of them, or `names`."""
+    config = read_config(run)
+    known = vars(parser.parse_args(argv)).keys()
+    unknown = sorted(k for k, v in config.items() if v and k not in known and k not in DELETED)
+    if unknown:
+        raise UsageError(f"{run}: a run of another script; this one has no {', '.join(unknown)}")
+    config = {k: v for k, v in config.items() if k in (known if names is None else names)}
+    if none := [k for k, v in config.items() if v is None and parser.get_default(k) is not None]:
+        raise UsageError(f"{run}/config.json: no value for {', '.join(none)}")
+    parser.reading = f"{run}/config.json"
+    typed = [word for name, value in config.items() for word in as_typed(parser, name, value)]
+    read = parser.parse_args(typed)
+    parser.reading = ""
+    parser.set_defaults(**{k: getattr(read, k) for k in config})
+    return parser.parse_args(argv)
+
+
+def as_typed(parser, name, value):
+    """An option and its value as on the command line."""
+    option = f"--{name.replace('_', '-')}"
+    flag = isinstance(parser.get_default(name), bool)
+    if value is None or (flag and value is False):
+        return []
+    if isinstance(value, bool):
+        return [option if value else f"--no-{option[2:]}"]
+    if flag or not isinstance(value, str | int | float | list):
+        parser.error(f"argument {option}: {str(value)[:40]!r} is no value for it")
+    return [f"{option}={','.join(map(str, value)) if isinstance(value, list) else value}"]
+
+
+def goes_on(args):
+    """Whether --resume goes on with a run, whose options are then the defaults."""
+    return args.resume and (Path(args.out) / "config.json").exists()
+
+
+def parse_finished(run, parser, argv, more=()):
+    """The options of a finished run, but for what argv says; --out is the run."""
+    parser.set_defaults(out=run)
+    args = parse_as_in(run, parser, argv)
+    names = ("resume", "epochs", "minutes", "optimizer", "lr", "schedule", "ema", "every", "runs")
+    refuse(parser, args, (*names, *more), "is for training, not for --load")
+    return args

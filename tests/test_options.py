@@ -1,0 +1,130 @@
+"""The options of the three scripts: typed, kept, and read from another run."""
+
+import json
+
+import pytest
+from scripts import call
+
+import train_cls
+import train_flow
+import train_temporal
+from support import options, progress
+from support.options import UsageError
+
+SCRIPTS = {"cls": train_cls, "flow": train_flow, "temporal": train_temporal}
+
+
+def keep(folder, **config):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_resume_by_itself_has_the_options_of_the_run(script, tmp_path):
+    args = script.parse(["--lr", "0.25", "--seed", "7", "--points", "9", "--runs", "3"])
+    run = keep(tmp_path / "run", **options.configuration(args))
+    again = script.parse(["--resume", "--out", run])
+    assert options.configuration(again) == options.configuration(args)
+    assert (again.resume, again.out) == (True, run)
+    typed = script.parse(["--resume", "--out", run, "--lr", "0.5"])  # which `look` then refuses
+    assert (typed.lr, typed.points) == (0.5, 9)
+    assert script.parse(["--resume", "--out", str(tmp_path / "new")]).lr == 0.001
+
+
+def test_resuming_does_not_read_the_run_that_was_fine_tuned(tmp_path):
+    run = keep(tmp_path / "run", finetune=str(tmp_path / "gone"), lr=0.25, model="deepsets")
+    args = train_cls.parse(["--resume", "--out", run])
+    assert (args.lr, args.model, args.finetune) == (0.25, "deepsets", str(tmp_path / "gone"))
+
+
+@pytest.mark.parametrize("name", options.PLACES)
+def test_what_says_where_to_write_is_not_read_from_a_file(name, tmp_path):
+    run = keep(tmp_path / "run", model="deepsets", **{name: str(tmp_path / "elsewhere")})
+    args = train_cls.parse(["--load", run, "--evaluate"])
+    assert args.model == "deepsets"
+    assert args.out == run
+    assert "elsewhere" not in str(vars(args))
+
+
+CRAFTED = [{"model": "foo"}, {"model": ["foo"]}, {"lr": "fast"}, {"lr": True}, {"lr": None}]
+CRAFTED += [{"points": -1}, {"points": {}}, {"points": 10**30}, {"category": {"a": 1}}]
+CRAFTED += [{"augment": 5}, {"seed": 1.5}, {"unknown": 1}, {"batch_size": []}, {"lr": float("nan")}]
+
+
+@pytest.mark.parametrize("config", CRAFTED, ids=str)
+def test_a_crafted_config_is_one_line(config, tmp_path, capsys):
+    run = keep(tmp_path / "run", **config)
+    code, err = call(train_cls, capsys, "--load", run, "--evaluate")
+    assert (code, err.count("\n")) == (2, 1), err
+    assert "run" in err
+    assert next(iter(config)).replace("_", "-") in err.replace("_", "-")
+
+
+TOO_MUCH = {
+    "cls": ["--points 1000000000", "--points 1000000", "--lr 1e38", "--batch-size 1000000000"],
+    "flow": [
+        "--finest 1e30 --objective matching", "--lr 1e38", "--probes 100000000",
+        "--blocks 100000000", "--hidden 60000,60000", "--probes 9999", "--steps 100000000",
+    ],
+    "temporal": ["--times 1e300,2e300", "--times 0,1e9", "--latent 1000000000", "--latent 1000000"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_option_that_asks_too_much_is_one_line_and_exit_code_2(script, tmp_path, capsys):
+    root = ["--root", "a" * 300]
+    for words in [*(text.split() for text in TOO_MUCH[script]), root]:
+        code, err = call(SCRIPTS[script], capsys, *words, "--out", tmp_path / "run")
+        assert (code, err.count("\n")) == (2, 1), (words, err)
+
+
+def test_paths_beside_the_project_are_kept_relative_to_it():
+    project = options.PROJECT
+    assert options.relative(str(project / "runs" / "x")) == "runs/x"
+    assert options.relative(str(project.parent / "data")) == "../data"
+    assert options.relative(f"--out={project}/runs/x") == "--out=runs/x"
+    for text in ("runs/x", "--lr", "chair", "/elsewhere/x", ""):
+        assert options.relative(text) == text
+    args = train_cls.parse([])
+    args.finetune = str(project / "pretrained" / "shapes")
+    assert options.configuration(args)["finetune"] == "pretrained/shapes"
+
+
+def test_options_that_are_gone_do_not_make_a_run_foreign(tmp_path):
+    run = keep(tmp_path / "run", model="deepsets", mix=0.5, other=None)
+    assert train_cls.parse(["--load", run, "--evaluate"]).model == "deepsets"
+    with pytest.raises(UsageError, match="a run of another script; this one has no blocks"):
+        train_cls.parse(["--load", keep(tmp_path / "flow", blocks=12), "--evaluate"])
+
+
+# ---------------------------------------------------------------------------------------- progress
+def test_whatever_takes_long_is_told_every_half_minute(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.Now, "said", 0.0)
+    assert progress.overdue(1e9) is None  # nothing has a name
+    with progress.doing("the first solve"):
+        assert progress.overdue(129.9) is None
+        assert progress.overdue(131.0) == "the first solve; 31 s so far"
+        now[0] = 131.0
+        progress.say("a line")
+        assert progress.overdue(160.9) is None
+        assert progress.overdue(161.1) == "the first solve; 61 s so far"
+        found = []
+        for _ in progress.watch("sampling", range(4)):
+            found.append(progress.overdue(now[0] + 40))
+            now[0] += 40
+        assert found[0] == "sampling, 0 of 4 done; 40 s so far"
+        assert found[3] == "sampling, 3 of 4 done, 40 s left; 3 min so far"
+        assert progress.overdue(now[0] + 1) == "the first solve; 3 min so far"
+
+
+def test_the_pulse_says_it_from_a_thread_of_its_own(monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    said = progress.threading.Event()
+    monkeypatch.setattr(
+        progress, "say", lambda line: (said.line, said.set()) if False else said.set()
+    )
+    with progress.pulse(), progress.doing("a long solve"):
+        assert said.wait(60)
