@@ -192,8 +192,8 @@ def main():
         table(["x", "trace", "time", "ratio"], evaluation_rows()),
         "\nOne training step, forward and backward, with plain and with fast fields.\n",
         table(["step", "plain", "fast", "ratio"], step_rows()),
-        "\nMilliseconds of one evaluation of 4 sets by the fast field, without gradient, against the"
-        " number of points per set, and the exponent of the fitted power law:\n",
+        "\nMilliseconds of one evaluation of 4 sets by the fast field, without gradient, against"
+        " the number of points per set, and the exponent of the fitted power law:\n",
         table(*scaling_rows()),
     ]
     print("\n".join(text))
