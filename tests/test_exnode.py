@@ -420,6 +420,20 @@ def test_samples_have_the_density_of_the_model_for_any_number_of_points():
             assert abs(part.var() / std**2 - 1) < 5 * math.sqrt(2 / sets)
 
 
+@pytest.mark.parametrize("context", [None, torch.randn(5, 2, dtype=F64)])
+def test_sampling_in_pieces_gives_the_same_sets_and_shows_progress(context, monkeypatch):
+    flow, seen = make_flow(context=0 if context is None else 2), []
+    whole = flow.sample(5, 9, seeded(), context)
+
+    def progress(pieces):
+        seen.append([len(z) for z, _ in pieces])
+        return pieces
+
+    monkeypatch.setattr(exnode, "PIECE", 20)
+    close(flow.sample(5, 9, seeded(), context, progress=progress), whole)
+    assert seen == [[2, 2, 1]]
+
+
 def test_sampling_computes_no_trace_and_costs_are_counted():
     flow, stats = make_flow(trace="exact", method="rk4", options=None), Stats()
     for block in flow.blocks:
@@ -641,6 +655,7 @@ def test_sets_are_decoded_from_the_latent_of_their_time():
     mean, out = vae.encode(x, t).mean, torch.tensor([0.1, 2.0], dtype=F64)
     close(vae.reconstruct(x, t, out, 7, generator=seeded()), vae.decode(mean, out, 7, seeded()), 0)
     assert vae.reconstruct(x, t).shape == x.shape
+    assert vae.reconstruct(x[:1], t).shape == x[:1].shape
     series_of_prior = vae.sample(4000, t[1:2], 3, seeded())
     assert series_of_prior.shape == (4000, 1, 3, 2)
     assert (series_of_prior.var((0, 1)) - 2).abs().max() < 5 * 2 * math.sqrt(2 / 4000)
@@ -671,6 +686,12 @@ def test_number_of_parameters(model, size):
     assert sum(p.numel() for p in model().parameters()) == size
 
 
+def test_one_width_stands_for_two_layers():
+    for field in ("attention", "deepsets", "transformer"):
+        one, two = (SetFlow(2, 1, hidden, field=field).state_dict() for hidden in (16, (16, 16)))
+        assert {k: v.shape for k, v in one.items()} == {k: v.shape for k, v in two.items()}
+
+
 def linears(module):
     return [(m.in_features, m.out_features) for m in module.modules() if isinstance(m, nn.Linear)]
 
@@ -684,6 +705,8 @@ def test_temporal_model_has_the_layers_of_the_papers_table():
         kinds = [nn.Linear, PointNorm, nn.ReLU] * 2 + [nn.Linear]
         assert [type(layer) for layer in readout] == kinds
         assert linears(readout) == [(512, 256), (256, 128), (128, 128)]
+    assert vae.log_std[-1].bias.eq(-2).all()  # a narrow posterior to begin with
+    assert vae.mean[-1].bias.abs().max() < 0.1
     assert linears(vae.dynamics) == [(128, 256), (256, 256), (256, 128)]
     sizes = [(2, 512), (512, 512), (512, 512), (512, 2)]
     assert linears(vae.decoder) == [s for a, b in sizes for s in ((a, b), (129, b), (129, b))]

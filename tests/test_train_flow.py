@@ -1,16 +1,19 @@
 """train_flow.py as people use it: the command line, on the built-in digits."""
 
 import json
+import os
+import signal
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from scripts import TWO_PROCESSES, call, check_help, lines, start, stop_early
+from scripts import TWO_PROCESSES, call, check_help, lines, start
 
 import data
 import exnode
 import train_flow
+from beyond.matching import matching_loss
 from support import training
 
 TINY = ["--points", "5", "--blocks", "2", "--hidden", "16,16", "--heads", "2"]
@@ -84,16 +87,48 @@ def test_matching_standardises_the_data_and_likelihood_leaves_them_as_in_the_pap
     torch.testing.assert_close(std["matching"], x.std(0, correction=0))
 
 
-def test_a_run_stopped_by_sigterm_resumes_to_the_same_numbers(tmp_path):
-    options = [*MATCHING, "--every", "100"]  # evaluated at the start and the end only
-    results = train_flow.main([*options, "--out", str(tmp_path / "whole")])
-    out = tmp_path / "run"
-    process = script(*options, "--out", out)
-    stop_early(process, out, 0.2)
-    assert 0 < training.read_checkpoint(out / "last.pt")["step"] < 100
-    again = train_flow.main([*options, "--out", str(out), "--resume"])
+def test_a_run_stopped_by_sigterm_resumes_to_the_same_numbers(runs, tmp_path, capsys, monkeypatch):
+    (whole, results), out, calls = runs["matching"], tmp_path / "run", []
+
+    def stopping(*args, **how):
+        calls.append(1)
+        if len(calls) == 33:  # within the second epoch
+            os.kill(os.getpid(), signal.SIGTERM)
+        return matching_loss(*args, **how)
+
+    monkeypatch.setattr(train_flow, "matching_loss", stopping)
+    code, err = run_here(capsys, *MATCHING, "--out", out)
+    assert code == 130, err
+    assert training.read_checkpoint(out / "last.pt")["step"] == 33
+    again = train_flow.main([*MATCHING, "--out", str(out), "--resume"])
     assert again["test"]["ppll"] == results["test"]["ppll"]
-    assert lines(out) == lines(tmp_path / "whole")
+    assert lines(out) == lines(whole)
+
+
+@pytest.mark.parametrize("tolerance", [1e-4, 1e-2])
+def test_beside_the_likelihood_stands_by_how_much_a_set_is_off(runs, tolerance):
+    model, test = exnode.load(runs["matching"][0]), data.load(points=5, seed=0).test
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3)  # so that it bends
+    solver = {"method": "dopri5", "rtol": tolerance, "atol": tolerance}
+    world = training.World(torch.device("cpu"))
+    found = train_flow.tolerance_error(model, test, world, {"solver": solver, "trace": "exact"})
+    x = torch.from_numpy(test.some(train_flow.CHECKED_SETS).draw(np.arange(8))[0])
+    with torch.no_grad():
+        here = model.log_prob(x, trace="exact", solver=solver)
+        tight = {**solver, "rtol": 1e-8, "atol": 1e-8}
+        exact = model.double().log_prob(x, trace="exact", solver=tight)
+    wanted = (here.double() - exact).abs().max().item() / 5
+    assert wanted > 1e-4
+    assert found == pytest.approx(wanted, rel=0.2)
+
+
+def test_the_results_say_the_tolerance_and_its_error(runs):
+    for _, results in runs.values():
+        test = results["test"]
+        assert test["tolerance"] == results["config"]["tolerance"]
+        assert 0 < test["tolerance_error"] < 0.005
 
 
 @pytest.mark.parametrize("objective", ["likelihood", "matching"])
@@ -286,6 +321,9 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
         ("--gradient", "backprop", "--objective", "matching"): "only with --objective likelihood",
         ("--method", "rk4", "--objective", "matching"): "only with --objective likelihood",
         ("--finest", "0.2"): "only with --objective matching",
+        ("--finest", "1e30", "--objective", "matching"): "--finest",
+        ("--blocks", 10**8, "--out", tmp_path / "b"): "GiB",
+        ("--probes", 10**8, "--out", tmp_path / "p"): "GiB",
         ("--spare", "9"): "only with --coupling none",
         ("--data", "mnist", *MATCHING, *SPARE, "--out", tmp_path / "s"): "3-D shapes",
         ("--coupling", "none"): "only with --objective matching",

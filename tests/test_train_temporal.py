@@ -16,6 +16,7 @@ import torch
 from scripts import TWO_PROCESSES, call, check_help, lines, start
 
 import data
+import exnode
 import train_cls
 import train_temporal
 from exnode import TemporalSetVAE
@@ -477,11 +478,60 @@ def test_a_wrong_series_is_one_line_and_exit_code_2(run, tmp_path, capsys, serie
     assert says in err
 
 
+def test_a_header_that_lies_is_one_line_and_exit_code_2(run, tmp_path, capsys):
+    begin = b"{'descr': '<f4', 'fortran_order': False, 'shape': ("
+    for shape in (b"3, 4, 2", b"1" + 30 * b"0" + b", 4, 2), }", b"1" + 12 * b"0" + b", 4, 2), }"):
+        header = (begin + shape).ljust(117) + b"\n"
+        content = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + bytes(96)
+        (tmp_path / "mine.npy").write_bytes(content)
+        code, err = run_here(capsys, "--load", run, "--reconstruct", tmp_path / "mine.npy")
+        assert (code, err.count("\n")) == (2, 1), err
+        assert "mine.npy" in err
+
+
+def test_many_series_are_reconstructed_in_parts_that_fit(run, tmp_path, capsys, monkeypatch):
+    sizes = []
+
+    def reconstruct(model, x, t, t_out, **how):
+        sizes.append(tuple(x.shape))
+        assert how["mask"].all()
+        return x[:, :1].expand(-1, len(t_out), -1, -1)
+
+    np.save(tmp_path / "mine.npy", np.random.default_rng(0).random((12, 3, 6, 2)))
+    monkeypatch.setattr(exnode, "PIECE", 100)
+    monkeypatch.setattr(TemporalSetVAE, "reconstruct", reconstruct)
+    options = ["--load", run, "--reconstruct", tmp_path / "mine.npy", "--out", tmp_path]
+    code, err = run_here(capsys, *options)
+    assert code == 0, err
+    assert sizes == [(5, 3, 6, 2), (5, 3, 6, 2), (2, 3, 6, 2)]
+    np.save(tmp_path / "mine.npy", np.zeros((10_000, 1, 1, 2)))
+    code, err = run_here(capsys, *options, "--points", "1000000", "--times", "0:1:0.01")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "GiB" in err
+
+
+def test_beside_the_elbo_stands_by_how_much_a_series_is_off(runs):
+    args, model = some_args("--objective", "matching"), exnode.load(runs["matching"][0])
+    split = few_series(args).test
+    found = runs["matching"][1]["test"]
+    assert found["tolerance"] == {"rtol": 1e-3, "atol": 1e-4}
+    assert 0 < found["tolerance_error"] < 0.005
+    x, t = torch.from_numpy(split.some(8).draw(np.arange(8))[0]), torch.tensor(args.times)
+    ends, model.solver = [], model.solver | {"rtol": 1.0, "atol": 1.0}
+    wrong = train_temporal.tolerance_error(model, split, args, WORLD)
+    for tolerance in (1.0, 1e-2):
+        how = {"trace": "exact", "solver": model.solver | {"rtol": tolerance, "atol": tolerance}}
+        with torch.no_grad():
+            ends.append(model.elbo(x, t, None, train_temporal.generator(args, WORLD), **how))
+    assert wrong == pytest.approx((ends[0] - ends[1]).abs().max().item() / 18, rel=1e-3)
+
+
 def test_a_file_that_is_no_array_is_one_line_and_exit_code_2(run, tmp_path, capsys):
     (tmp_path / "text.npy").write_text("0 1 2")
     (tmp_path / "empty.npy").write_bytes(b"")
     np.savez(tmp_path / "several.npz", a=np.zeros(3))
-    for name in ("text.npy", "empty.npy", "several.npz", "missing.npy", "."):
+    os.mkfifo(tmp_path / "fifo.npy")
+    for name in ("text.npy", "empty.npy", "several.npz", "missing.npy", "fifo.npy", "."):
         code, err = run_here(capsys, "--load", run, "--reconstruct", tmp_path / name)
         assert (code, err.count("\n")) == (2, 1), name
         assert name in err
