@@ -373,7 +373,7 @@ def set_up(f, y0, t, rtol, atol, method, options, stats, event_fn=None):
     for name in CALLBACKS:
         if hasattr(f, name):
             raise ValueError(f"f.{name} would never be called: use stats=Stats() to count steps")
-    fields = settings(method, rtol, atol, options or {})
+    fields = settings(method, rtol, atol, {} if options is None else options)
     f, x0, unpack = pack(f, y0)
     if "norm" in fields:
         norm = fields["norm"]

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 import data
 from exnode import SetClassifier, SetFlow, TemporalSetVAE
 
+PRETRAINED = Path(__file__).parent.parent / "pretrained"
 F64 = torch.float64
 
 
@@ -58,7 +58,7 @@ def networks():
 
 def trained(run, make):
     """The best weights of pretrained/run in the model that `make` builds from its config."""
-    folder = ROOT / "pretrained" / run
+    folder = PRETRAINED / run
     state = torch.load(folder / "best.pt", map_location="cpu", weights_only=True)["model"]
     model = make(json.loads((folder / "config.json").read_text()), state)
     model.load_state_dict(state)

