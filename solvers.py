@@ -338,31 +338,29 @@ def settings(method, rtol, atol, options, prefix=""):
 
 
 def check_options(method, options, prefix):
-    """The options that are not at their defaults."""
+    """The options that are not at torchdiffeq's defaults."""
     if not isinstance(options, dict):
         raise ValueError(f"{prefix}options must be a dict or None, not {options!r}")
-    size = "first_step" if METHODS[method].b_err else "step_size"
+    adaptive, fields = METHODS[method].b_err is not None, {}
+    size = "first_step" if adaptive else "step_size"
     known = {"max_steps": "a positive integer", size: "a positive number"}
-    if METHODS[method].b_err:
-        known["norm"] = "'seminorm'" if prefix else "a function of a state"
-    fields = {}
+    known |= {"norm": "'seminorm'" if prefix else "a function of a state"} if adaptive else {}
+    fits = {
+        "max_steps": lambda value: isinstance(value, int) and value > 0,
+        "norm": lambda value: value == "seminorm" if prefix else callable(value),
+        size: lambda value: 0 < number(value) < math.inf,
+    }
     for what, value in options.items():
-        default, instead = THEIRS.get(what, ("", ""))
-        if value is default or (isinstance(value, int | float) and value == default):
+        default, instead = THEIRS.get(what, (math.nan, ""))
+        if getattr(value, "ndim", 0) == 0 and value == default:
             continue
         if what not in known:
             hint = f"; use {instead} instead" if instead else ""
             names = ", ".join(known)
             raise ValueError(f"{prefix}options[{what!r}] is none of {method}'s: {names}{hint}")
-        if what == "norm":
-            fits = value == "seminorm" if prefix else callable(value)
-        else:
-            fits = 0 < number(value) < math.inf
-            fits = fits and (what != "max_steps" or isinstance(value, int))
-            value = value if what == "max_steps" or not fits else number(value)
-        if not fits:
+        if not fits[what](value):
             raise ValueError(f"{prefix}options[{what!r}] must be {known[what]}, not {value!r}")
-        fields[what] = value
+        fields[what] = number(value) if what == size else value
     return fields
 
 
@@ -426,10 +424,6 @@ class Step(NamedTuple):
     x1: Tensor
     k: list[Tensor]
     entries: range
-
-
-def accepted_steps(problem, x, ts):
-    return (adaptive_steps if problem.adaptive else fixed_steps)(problem, x, ts)
 
 
 def fixed_grid(ts, step_size):
@@ -590,7 +584,8 @@ def outputs(problem, step, ts):
 def solve(problem, x0, ts, visit=lambda step: None):
     """x at every time of ts, stacked; `visit` sees each accepted step."""
     xs = [x0]
-    for accepted in accepted_steps(problem, x0, ts):
+    steps = adaptive_steps if problem.adaptive else fixed_steps
+    for accepted in steps(problem, x0, ts):
         xs.extend(outputs(problem, accepted, ts))
         visit(accepted)
     return torch.stack(xs)

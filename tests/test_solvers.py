@@ -347,8 +347,8 @@ def test_stats_count_the_calls_really_made_and_add_up(method, solve):
 @pytest.mark.parametrize("rate", [0.0, 0.01, -0.3, 0.3])
 def test_easy_interval_takes_one_step_of_seven_evaluations(rate, way):
     f, stats = Calls(lambda t, y: rate * y), Stats()
-    y = odeint(f, times(1, 2), times(0, way), rtol=1e-5, atol=1e-5, stats=stats)[-1]
-    close(y, times(1, 2) * math.exp(rate * way), 1e-6)
+    y = odeint(f, times(1, 2), times(0, way), rtol=1e-4, atol=1e-4, stats=stats)[-1]
+    close(y, times(1, 2) * math.exp(rate * way), 1e-5)
     assert (len(f), stats.accepted, stats.rejected) == (7, 1, 0)
 
 
@@ -365,8 +365,11 @@ def test_first_step_of_a_hard_interval_costs_at_most_one_more_evaluation(rate, k
 def test_first_step_is_right_also_from_rest_and_from_zero():
     spring = lambda t, y: torch.stack([y[1], -y[0] + torch.sin(3 * t)])  # noqa: E731
     for f, y0 in ((spring, times(0, 0)), (lambda t, y: 1e3 * (1 - y), times(0))):
-        odeint(f, y0, times(0, 20), rtol=1e-5, atol=1e-5, stats=(stats := Stats()))
-        assert stats.rejected < 0.1 * stats.accepted
+        stats, how = Stats(), {"rtol": 1e-5, "atol": 1e-5, "options": {"max_steps": 2}}
+        with pytest.raises(SolverError, match="max_steps"):
+            odeint(f, y0, times(0, 20), stats=stats, **how)
+        assert (stats.accepted, stats.rejected) == (2, 0)
+        assert stats.nfe <= 6 * 2 + 6
 
 
 @pytest.mark.parametrize("h", [0.3, -0.3])
@@ -910,6 +913,8 @@ BAD = [  # the argument, its value, what the message says about it, and other ar
     ("options", {"grid_constructor": lambda *_: Y}, "use the times of the grid as t", RK4),
     ("options", {"max_num_steps": 9}, "use max_steps instead", {}),
     ("options", {"perturb": True}, "use one call", RK4),
+    ("options", {"step": ""}, "'step'", {}),
+    ("options", {"interp": "cubic"}, "use every time", RK4),
     ("options", [], "dict.*not \\[\\]", {}),
     ("options", {"step_size": 0}, "step_size.* positive", RK4),
     ("options", {"step_size": "1"}, "step_size.*'1'", RK4),
