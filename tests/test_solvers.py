@@ -221,8 +221,8 @@ def test_logistic_curve_is_followed_forward_and_backward(ts):
     close(odeint(lambda t, y: y * (1 - y), y0, times(*ts), rtol=1e-9)[:, 0], exact, 1e-7)
 
 
-@pytest.mark.parametrize("end", [100 * math.pi, -100 * math.pi])
-def test_harmonic_oscillator_returns_after_fifty_periods(end):
+@pytest.mark.parametrize("end", [20 * math.pi, -20 * math.pi])
+def test_harmonic_oscillator_returns_after_ten_periods(end):
     y = odeint(lambda t, y: y.flip(0) * times(1, -1), times(1, 0), times(0, end), rtol=1e-8)[-1]
     close(y, times(1, 0), 1e-5)
 
@@ -355,11 +355,11 @@ def test_easy_interval_takes_one_step_of_seven_evaluations(rate, way):
 @given(rate=st.floats(-300, 300), k=st.integers(3, 8))
 def test_first_step_of_a_hard_interval_costs_at_most_one_more_evaluation(rate, k):
     f, tol, stats = Calls(lambda t, y: rate * y), 10.0**-k, Stats()
-    options = {"max_steps": 3}
-    with contextlib.suppress(SolverError):
+    with contextlib.suppress(SolverError):  # such as that one step is not enough
+        options = {"max_steps": 1}
         odeint(f, times(1), times(0, 1), rtol=tol, atol=tol, options=options, stats=stats)
-    assert stats.rejected == 0
-    assert len(f) <= 2 + 6 * 3
+    assert (stats.accepted, stats.rejected) == (1, 0)
+    assert len(f) <= 2 + 6
 
 
 def test_first_step_is_right_also_from_rest_and_from_zero():
