@@ -1,4 +1,4 @@
-"""Solvers against order conditions, closed forms, each other and torchdiffeq; and how they fail."""
+"""Solvers against order conditions, closed forms and each other; and how they fail."""
 
 import contextlib
 import gc
@@ -6,6 +6,7 @@ import math
 import weakref
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import solvers
 from solvers import METHODS, SolverError, Stats, odeint, odeint_adjoint, odeint_checkpoint
 
-F32, F64, C128 = torch.float32, torch.float64, torch.complex128
+F32, F64 = torch.float32, torch.float64
 FIXED = [method for method, tableau in METHODS.items() if tableau.b_err is None]
 DOPRI5 = METHODS["dopri5"]
 SEEDS = st.integers(0, 2**16)
@@ -92,7 +93,7 @@ def differentiate(solve, f, ts, params, y0=None, **how):
     torch.manual_seed(1)
     y0 = (torch.randn(3, 2, dtype=F64) if y0 is None else y0).clone().requires_grad_()
     ys = solve(f, y0, t := times(*ts, requires_grad=True), params=params, **how)
-    loss = (ys * torch.randn_like(ys)).real.sum()
+    loss = (ys * torch.randn_like(ys)).sum()
     return torch.autograd.grad(loss, [y0, t, *params], allow_unused=True)
 
 
@@ -163,7 +164,7 @@ def errors_of_steps(tableau, n):
     """Of n steps from 0 to 2, where they end, and of dense output within the first one."""
     h, x, found = 2 / n, times(0.5), []
     for t in (i * h for i in range(n)):
-        x1, k = solvers.step(logistic, tableau, t, x, h, logistic(t, x))
+        x1, k = solvers.step(logistic, tableau, t, t + h, h, x, [logistic(t, x)])
         if tableau.d and t == 0:
             k.append(logistic(t + h, x1))
             found = [(0.6 * h, solvers.interpolate(tableau, x, h, k, 0.6))]
@@ -201,17 +202,17 @@ def test_adjoint_gradient_of_fixed_steps_converges_at_their_order(method):
 # --------------------------------------------------------------------------------- closed forms
 
 
-@pytest.mark.parametrize("dtype", [F32, F64, torch.complex64, C128])
+@pytest.mark.parametrize("dtype", [F32, F64])
 @given(seed=SEEDS, dim=st.integers(1, 5), ts=TIMES, t_dtype=DTYPES)
 def test_linear_system_is_solved_by_the_matrix_exponential(dtype, seed, dim, ts, t_dtype):
     torch.manual_seed(seed)
     A, y0 = torch.randn(dim, dim, dtype=dtype), torch.randn(dim, dtype=dtype)
-    t, tol = torch.tensor(ts, dtype=t_dtype), 1e-10 if dtype.to_real() == F64 else 1e-6
+    t, tol = torch.tensor(ts, dtype=t_dtype), 1e-10 if dtype == F64 else 1e-6
     ys = odeint(lambda t, y: A @ y, y0, t, rtol=tol, atol=tol)
-    times_A = (t - t[0]).double()[:, None, None] * A.to(C128)
-    exact = torch.linalg.matrix_exp(times_A) @ y0.to(C128)
+    times_A = (t - t[0]).double()[:, None, None] * A.double()
+    exact = torch.linalg.matrix_exp(times_A) @ y0.double()
     assert ys.dtype == dtype
-    close(ys.to(C128), exact, 100 * tol * exact.abs().max().item())
+    close(ys.double(), exact, 100 * tol * exact.abs().max().item())
 
 
 @pytest.mark.parametrize("ts", [(0, 1, 4), (0, -0.5, -3), (4, 1, 0)])
@@ -220,8 +221,8 @@ def test_logistic_curve_is_followed_forward_and_backward(ts):
     close(odeint(lambda t, y: y * (1 - y), y0, times(*ts), rtol=1e-9)[:, 0], exact, 1e-7)
 
 
-@pytest.mark.parametrize("end", [100 * math.pi, -100 * math.pi])
-def test_harmonic_oscillator_returns_after_fifty_periods(end):
+@pytest.mark.parametrize("end", [20 * math.pi, -20 * math.pi])
+def test_harmonic_oscillator_returns_after_ten_periods(end):
     y = odeint(lambda t, y: y.flip(0) * times(1, -1), times(1, 0), times(0, end), rtol=1e-8)[-1]
     close(y, times(1, 0), 1e-5)
 
@@ -264,25 +265,6 @@ def test_three_gradients_agree_on_y0_t_and_parameters(seed, ts):
     exact = grads(backprop)
     close(grads(checkpoint), exact, 1e-11)
     close(grads(adjoint), exact, 1e-5)
-
-
-@own_gradients
-@pytest.mark.parametrize("state", [F64, C128])
-@pytest.mark.parametrize("weight", [F64, C128])
-@pytest.mark.filterwarnings("error")  # such as of an imaginary part that is discarded
-def test_gradients_agree_for_complex_states_and_parameters(solve, state, weight):
-    w, y0 = torch.randn(2, dtype=weight, requires_grad=True), torch.randn(2, dtype=state)
-
-    def f(t, y):
-        dy = w * y * torch.exp(1j * w - t)
-        return dy if y.is_complex() else dy.real
-
-    grads = partial(differentiate, f=f, ts=[0, 0.5, 1], params=[w], y0=y0)
-    if solve is adjoint and w.is_complex() and not y0.is_complex():
-        with pytest.raises(ValueError, match="must be real for a real y0"):
-            grads(solve)
-    else:
-        close(grads(solve), grads(backprop), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -357,7 +339,82 @@ def test_stats_count_the_calls_really_made_and_add_up(method, solve):
         made[1] += len(f)
     assert [stats.nfe, stats.backward_nfe] == made
     tries, stages = stats.accepted + stats.rejected, len(METHODS[method].b)
-    assert stats.nfe == tries * stages + (2 * 2 if method == "dopri5" else 0)
+    alone = stats.nfe - tries * stages  # k₁ of each call, and second stages of sizes not taken
+    assert 2 <= alone <= 2 * 6 if method == "dopri5" else alone == 0
+
+
+@pytest.mark.parametrize("way", [1, -1])
+@pytest.mark.parametrize("rate", [0.0, 0.01, -0.3, 0.3])
+def test_easy_interval_takes_one_step_of_seven_evaluations(rate, way):
+    f, stats = Calls(lambda t, y: rate * y), Stats()
+    y = odeint(f, times(1, 2), times(0, way), rtol=1e-4, atol=1e-4, stats=stats)[-1]
+    close(y, times(1, 2) * math.exp(rate * way), 1e-5)
+    assert (len(f), stats.accepted, stats.rejected) == (7, 1, 0)
+
+
+@given(rate=st.floats(-300, 300), k=st.integers(3, 8))
+def test_first_step_of_a_hard_interval_costs_at_most_one_more_evaluation(rate, k):
+    f, tol, stats = Calls(lambda t, y: rate * y), 10.0**-k, Stats()
+    with contextlib.suppress(SolverError):  # such as that one step is not enough
+        options = {"max_steps": 1}
+        odeint(f, times(1), times(0, 1), rtol=tol, atol=tol, options=options, stats=stats)
+    assert (stats.accepted, stats.rejected) == (1, 0)
+    assert len(f) <= 2 + 6
+
+
+def test_first_step_is_right_also_from_rest_and_from_zero():
+    spring = lambda t, y: torch.stack([y[1], -y[0] + torch.sin(3 * t)])  # noqa: E731
+    for f, y0 in ((spring, times(0, 0)), (lambda t, y: 1e3 * (1 - y), times(0))):
+        stats, how = Stats(), {"rtol": 1e-5, "atol": 1e-5, "options": {"max_steps": 2}}
+        with pytest.raises(SolverError, match="max_steps"):
+            odeint(f, y0, times(0, 20), stats=stats, **how)
+        assert (stats.accepted, stats.rejected) == (2, 0)
+        assert stats.nfe <= 6 * 2 + 6
+
+
+@pytest.mark.parametrize("h", [0.3, -0.3])
+def test_prediction_is_that_of_a_solution_with_one_time_scale(h):
+    rate, x, tol = -0.7, times(2, 4), 1e-4
+    problem = solvers.Problem(decay, Stats(), DOPRI5, tol, tol)
+    scale, k1 = tol + tol * x, rate * x
+    k2 = rate * (x + h / 5 * k1)
+    speed = max((k1 / scale).square().mean().sqrt(), (k2 / scale).square().mean().sqrt())
+    bend = 5 * (k2 - k1).div(scale).square().mean().sqrt() / speed
+    expected = 0.0025 * abs(h) * speed * bend**4
+    assert solvers.predicted_ratio(problem, h, scale, k1, k2) == pytest.approx(expected.item())
+    assert solvers.predicted_ratio(problem, h, scale, 0 * k1, 0 * k1) == 0
+    assert solvers.predicted_ratio(problem, h, scale, k1, k2 * math.inf) == math.inf
+
+
+def test_prediction_is_within_a_factor_of_three_for_a_network():
+    f, y0, tol = Field(hidden=32), torch.randn(50, 2, dtype=F64), 1e-5
+    problem = solvers.Problem(lambda t, y: f(0 * t, y) / 4, Stats(), DOPRI5, tol, tol)
+    for h in (0.3, 0.5, -0.4):
+        with torch.no_grad():
+            k = [problem(0.0, y0)]
+            x1, k = solvers.step(problem, DOPRI5, 0.0, h, h, y0, k)
+            k.append(problem(h, x1))
+            predicted = solvers.predicted_ratio(problem, h, tol + tol * y0.abs(), *k[:2])
+            found = solvers.error_ratio(problem, y0, x1, h, k)
+        assert 1 / 3 < predicted / found < 3
+
+
+def test_controller_takes_the_next_size_from_two_errors_within_limits():
+    for ratio, previous in ((0.5, 1.0), (0.01, 0.2), (3.0, 1.0)):
+        expected = 2 * 0.9 * ratio**-0.22 * previous**0.02
+        assert solvers.next_size(-2.0, ratio, previous, 10) == pytest.approx(expected)
+    assert solvers.next_size(2.0, 0.0, 0.0, 10) == 20
+    assert solvers.next_size(2.0, math.inf, 1.0, 10) == pytest.approx(0.4)
+    assert solvers.next_size(2.0, 1e-3, 1.0, 1) == 2
+
+
+@pytest.mark.parametrize("way", [1, -1])
+def test_last_steps_are_equally_long_and_end_at_the_end(way):
+    ends = [solvers.next_end(1.0, 1.0 + way, size) for size in (0.1, 0.5, 0.6, 0.9, 0.92, 3.0)]
+    lengths = [abs(end - 1) for end in ends]
+    assert lengths == pytest.approx([0.1, 0.5, 0.5, 0.5, 1, 1])
+    assert ends[-1] == 1.0 + way
+    assert solvers.next_end(1.0, 1.0 + way, 1e-300) == math.nextafter(1, 1 + way)
 
 
 def test_first_step_is_taken_and_saves_the_evaluation_that_chooses_one():
@@ -449,19 +506,67 @@ def test_gradients_of_fixed_steps_never_read_a_value(method, solve, where):
 # ------------------------------------------------------------------------------- how solves fail
 
 
-@all_methods
+@fixed_methods
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("field", [decay, lambda t, y: torch.ones_like(y)])
-def test_non_finite_derivative_ends_the_solve_at_once_and_tells_its_time(method, value, field):
+def test_non_finite_derivative_ends_fixed_steps_at_once_and_tells_its_time(method, value, field):
     run = partial(odeint, y0=times(1, 1), t=torch.linspace(0, 1, 9, dtype=F64), method=method)
     run(good := Calls(field))
-    stages, alone = len(METHODS[method].b), 2 if method == "dopri5" else 0
+    stages = len(METHODS[method].b)
     for n in {0, 1, *range(len(good) // 2, len(good) // 2 + stages), len(good) - 1}:
         with pytest.raises(SolverError, match="non-finite derivative") as caught:
             run(bad := Calls(field, spoil=n, value=value))
         assert caught.value.t == pytest.approx(good[n], abs=1e-12)
-        step_is_over = alone + stages * ((n - alone) // stages + 1)
-        assert caught.value.nfe == len(bad) == (n + 1 if n < alone else step_is_over)
+        assert caught.value.nfe == len(bad) == stages * (n // stages + 1)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_non_finite_derivative_at_the_start_ends_the_solve_at_once(value):
+    with pytest.raises(SolverError, match="non-finite derivative") as caught:
+        odeint(f := Calls(decay, spoil=0, value=value), times(1, 1), times(3, 4))
+    assert (caught.value.t, caught.value.nfe, len(f)) == (3, 1, 1)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("options", [{}, {"first_step": 0.1}])
+def test_non_finite_derivative_for_good_ends_the_solve_soon_with_its_time(value, options):
+    f = lambda t, y: -y if t < 0.7 else y * value  # noqa: E731
+    with pytest.raises(SolverError, match="non-finite derivative") as caught:
+        odeint(f, times(1, 1), times(0, 1), options=options)
+    assert caught.value.t == pytest.approx(0.7, abs=1e-9)
+    assert caught.value.error_ratio == math.inf
+    assert caught.value.nfe < 1000
+
+
+def test_derivative_that_is_lost_at_an_accepted_state_ends_the_solve_at_once():
+    options = {"norm": lambda y: y[0].abs(), "first_step": 0.25}  # does not see the second one
+    f = Calls(decay, spoil=6, value=times(1, math.nan))
+    with pytest.raises(SolverError, match="non-finite derivative") as caught:
+        odeint(f, times(1, 1), times(0, 1), rtol=1e-2, atol=1e-2, options=options)
+    assert caught.value.t == 0.25
+    assert len(f) == 1 + 6 + 6
+
+
+def test_trial_step_that_overflows_is_rejected_and_made_shorter():
+    run = partial(odeint, lambda t, y: -1e3 * y**5, t=times(0, 1).float(), rtol=1e-4, atol=1e-6)
+    for options in ({}, {"first_step": 1.0}):
+        y = run(torch.tensor([10.0]), options=options, stats=(stats := Stats()))[-1]
+        close(y.double(), times((1e-4 + 4e3) ** -0.25), 1e-4)
+        assert stats.rejected > 5 or not options
+
+
+def test_state_that_overflows_is_never_accepted():
+    y0, options = torch.full((1,), 3e38), {"first_step": 1.0, "max_steps": 20}
+    with pytest.raises(SolverError):
+        odeint(lambda t, y: torch.full((1,), 3e38), y0, times(0, 1), options=options)
+
+
+def test_one_overflow_does_not_end_the_solve():
+    run = partial(odeint, y0=times(1), t=times(0, 3), options={"first_step": 0.5})
+    run(good := Calls(decay))
+    y = run(Calls(decay, spoil=len(good) // 2, value=math.inf), stats=(stats := Stats()))[-1]
+    close(y, times(math.exp(-3)), 1e-6)
+    assert stats.rejected >= 1
 
 
 @pytest.mark.parametrize("options", [{}, {"first_step": 0.1}])
@@ -501,7 +606,7 @@ def test_vanished_step_says_where_it_was_and_what_to_try():
 
 
 def test_zero_state_without_an_absolute_tolerance_is_not_blamed_on_f():
-    with pytest.raises((SolverError, ValueError), match="atol"):
+    with pytest.raises(SolverError, match="With atol = 0"):
         odeint(lambda t, y: torch.ones_like(y), times(0, 0), times(0, 1), atol=0)
 
 
@@ -512,7 +617,7 @@ def test_step_limit_holds_for_the_whole_call_forward_and_backward(method):
     run(options={"max_steps": 39 if method in FIXED else 500}).sum().backward()
     with pytest.raises(SolverError, match=r"max_steps = 38 .*larger max_steps") as caught:
         run(options={"max_steps": 38})
-    assert caught.value.nfe == (0 if method in FIXED else 38 * 6 + 2)
+    assert 0 <= caught.value.nfe - (0 if method in FIXED else 38 * 6 + 1) <= 5
     with pytest.raises(SolverError, match="max_steps = 38"):
         run(adjoint_options={"max_steps": 38}).sum().backward()
 
@@ -576,12 +681,13 @@ def test_parameter_that_depends_on_another_is_not_counted_twice(solve):
 
 
 @pytest.mark.parametrize("solve", [odeint_checkpoint, odeint_adjoint])
-def test_frozen_and_unused_parameters_get_no_gradient(solve):
+def test_frozen_parameters_get_no_gradient_and_unused_ones_zero(solve):
     f, y0, t = Field(), times(1, 1), times(0, 0.5, 1)
     f.C.requires_grad_(False)
     f.unused = nn.Parameter(times(1, 2))
     solve(f, y0, t).sum().backward()  # the module's parameters by default
-    assert f.C.grad is f.unused.grad is None
+    assert f.C.grad is None
+    assert torch.equal(f.unused.grad, torch.zeros(2, dtype=F64))
     expected = torch.autograd.grad(odeint(f, y0, t).sum(), (f.A, f.b))
     close((f.A.grad, f.b.grad), expected, 1e-6)
     assert not solve(f.requires_grad_(False), y0, t).requires_grad
@@ -668,21 +774,103 @@ def test_gradients_are_averaged_under_distributed_data_parallel(tmp_path, world)
     mp.start_processes(train_in_parallel, (tmp_path / "store", world), world, start_method=start)
 
 
-# ----------------------------------------------------------------------- drop-in, and bad input
+# --------------------------------------------------------------- in place of torchdiffeq's odeint
+
+
+def test_method_none_is_dopri5():
+    assert torch.equal(*(odeint(decay, times(1), times(0, 9), method=m) for m in (None, "dopri5")))
+
+
+def test_adjoint_method_solves_backwards():
+    f, y0 = Calls(decay), times(1, requires_grad=True)
+    how = {"method": "rk4", "options": {"step_size": 0.1}, "adjoint_method": "euler"}
+    ys = adjoint(f, y0, times(0, 1), adjoint_options={"step_size": 0.25}, **how)
+    assert len(f) == 40
+    f.clear()
+    ys[-1].sum().backward()
+    assert f == [1, 0.75, 0.5, 0.25]
+    close(y0.grad, times(0.75**4), 1e-14)
+    with pytest.raises(ValueError, match="adjoint_options are missing: options are those of rk4"):
+        adjoint(f, y0, times(0, 1), **how)
+
+
+@all_gradients
+@pytest.mark.parametrize("kind", [np.float64, np.float32, np.array, torch.tensor])
+def test_numbers_may_be_of_numpy_or_tensors(solve, kind):
+    exact = solve(decay, Y, times(0, 1), rtol=2**-9, atol=2**-10)
+    assert torch.equal(solve(decay, Y, times(0, 1), rtol=kind(2**-9), atol=kind(2**-10)), exact)
+    for method, name in (("rk4", "step_size"), ("dopri5", "first_step")):
+        run = partial(solve, decay, Y, times(0, 1), method=method)
+        assert torch.equal(run(options={name: kind(0.25)}), run(options={name: 0.25}))
 
 
 @pytest.mark.parametrize("method", ["dopri5", "rk4"])
-@pytest.mark.parametrize("name", ["odeint", "odeint_adjoint"])
-def test_results_and_gradients_are_those_of_torchdiffeq(name, method):
-    f, found = Field(), []
-    options = {"step_size": 0.01} if method == "rk4" else {}
-    for library in (solvers, pytest.importorskip("torchdiffeq")):
-        solve = partial(
-            getattr(library, name), rtol=1e-9, atol=1e-9, method=method, options=options
-        )
-        ys = solve(f, times(1, -1).requires_grad_(), times(1, 0.25, 0))
-        found.append((ys, *torch.autograd.grad((ys**2).sum(), [*f.parameters()])))
-    close(found[0], found[1], 1e-6)
+def test_options_at_their_defaults_change_nothing(method):
+    options = {name: default for name, (default, _) in solvers.THEIRS.items()}
+    run = partial(odeint, decay, Y, times(0, 0.5, 1), method=method)
+    assert torch.equal(run(options=options), run())
+
+
+@pytest.mark.parametrize("name", ["callback_step", "callback_reject_step_adjoint"])
+@all_gradients
+def test_callbacks_are_refused_and_not_ignored(solve, name):
+    f = Field()
+    setattr(f, name, lambda t, y, h: None)
+    with pytest.raises(ValueError, match=f"f.{name} would never be called: use stats"):
+        solve(f, Y, times(0, 1))
+
+
+@all_methods
+@all_gradients
+def test_solves_run_in_inference_mode_and_without_gradients(method, solve):
+    f, y0, t = Field(), torch.randn(2, dtype=F64), times(0, 0.5, 1, requires_grad=True)
+    exact = odeint(f, y0, t, method=method)
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            ys = solve(f, y0.clone(), t.clone(), params=[*f.parameters()], method=method)
+            assert not ys.requires_grad
+        close(ys.clone(), exact.detach(), 1e-12)
+
+
+@all_gradients
+@pytest.mark.parametrize("method", ["rk4", "dopri5"])
+def test_autocast_of_the_call_holds_in_its_backward_pass(solve, method):
+    net, dtypes = nn.Linear(2, 2), []
+
+    def f(t, state):
+        dx = torch.tanh(net(state[0]))
+        dtypes.append(dx.dtype)
+        return dx, dx.sum(-1)
+
+    def grads(solve, *state):
+        how = {"params": [*net.parameters()], "method": method, "rtol": 1e-2, "atol": 1e-2}
+        with torch.autocast("cpu", torch.bfloat16):
+            x, total = solve(f, state, times(0, 1), **how)
+        assert x.dtype == total.dtype == F32
+        return torch.autograd.grad(x[-1].square().sum(), [*net.parameters()])
+
+    state = torch.ones(3, 2), torch.zeros(3)
+    found = grads(solve, *state)
+    assert set(dtypes) == {torch.bfloat16}
+    close(found, grads(backprop, *state), 0.1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert solve(lambda t, y: net(y), state[0], times(0, 1), method=method).dtype == F32
+
+
+def test_step_size_too_small_to_count_is_a_clear_error():
+    for size in (1e-320, 1e-300, 1e-6):
+        with pytest.raises(SolverError, match=r"max_steps = 100000 .*0 evaluations"):
+            odeint(decay, Y, times(0, 1), method="rk4", options={"step_size": size})
+
+
+@all_methods
+@pytest.mark.parametrize("end", [1e300, -1e300])
+def test_times_may_be_enormous(method, end):
+    ys = odeint(lambda t, y: y / end, Y, times(0, end / 2, end), method=method, rtol=1e-3)
+    close(ys[-1], Y * math.e, 0.5 if method in ("euler", "midpoint") else 0.01)
+
+
+# ------------------------------------------------------------------------------------- bad input
 
 
 Y, PAIR = torch.ones(2, dtype=F64), (torch.ones(2, dtype=F64), torch.ones(3, dtype=F64))
@@ -716,35 +904,50 @@ BAD = [  # the argument, its value, what the message says about it, and other ar
     ("f", lambda t, y: (y[0], y[1].numpy()), "ndarray", {"y0": PAIR}),
     ("f", lambda t, y: (y[0], y[1].float()), "float32", {"y0": PAIR}),
     ("method", "rk9", "dopri5, rk5, not 'rk9'", {}),
-    ("options", {"step": 1}, "first_step.*'step' is unknown", {}),
-    ("options", {"step_size": 0.1}, "'dopri5'.*'step_size'", {}),
-    ("options", {"first_step": 0.1}, "'rk4'.*'first_step'", RK4),
+    ("t", times(-1.7e308, 1.7e308), "finite", {}),
+    ("t", times(0, 1e300), "torch.float32.*1e[+]300", {"y0": torch.ones(2)}),
+    ("options", {"step": 1}, "'step'.*max_steps, first_step, norm$", {}),
+    ("options", {"step_size": 0.1}, "'step_size'.*dopri5.*first_step", {}),
+    ("options", {"first_step": 0.1}, "'first_step'.*rk4.*step_size", RK4),
+    ("options", {"jump_t": times(0.5)}, "use one call from each jump to the next instead", {}),
+    ("options", {"grid_constructor": lambda *_: Y}, "use the times of the grid as t", RK4),
+    ("options", {"max_num_steps": 9}, "use max_steps instead", {}),
+    ("options", {"perturb": True}, "use one call", RK4),
+    ("options", {"step": ""}, "'step'", {}),
+    ("options", {"interp": "cubic"}, "use every time", RK4),
+    ("options", [], "dict.*not \\[\\]", {}),
     ("options", {"step_size": 0}, "step_size.* positive", RK4),
     ("options", {"step_size": "1"}, "step_size.*'1'", RK4),
     ("options", {"max_steps": 1.5}, "max_steps.*1.5", RK4),
     ("options", {"max_steps": 1e5}, "max_steps.*100000.0", {}),
+    ("options", {"max_steps": 0}, "max_steps.*integer, not 0", {}),
+    ("options", {"first_step": math.inf}, "first_step.*inf", {}),
     ("options", {"first_step": -0.1}, "first_step.*-0.1", {}),
     ("options", {"norm": 2}, "norm.*2", {}),
     ("rtol", -1e-3, "-0.001", {}),
     ("rtol", "tight", "'tight'", {}),
     ("atol", math.nan, "nan", {}),
     ("rtol", 0, "rtol and atol", {"atol": 0}),
+    ("atol", (1e-3, 1e-3), "0.001, 0.001", {}),
+    ("y0", torch.ones(2, dtype=torch.complex64), "floating point .*complex64", {}),
 ]
 BAD_ADJOINT = [
     ("adjoint_rtol", -1, "-1", {}),
     ("adjoint_options", {"step": 1}, "'step'", {}),
     ("adjoint_options", {"norm": "semi"}, "'semi'", {}),
+    ("adjoint_method", "rk9", "'rk9'", {}),
     ("adjoint_params", None, "missing", {}),
     ("adjoint_params", Y, "tensor", {}),
     ("adjoint_params", [1.0], "float", {}),
 ]
-BAD_PARAMS = [("params", wrong, text, {}) for _, wrong, text, _ in BAD_ADJOINT[3:]]
+BAD_PARAMS = [("params", wrong, text, {}) for _, wrong, text, _ in BAD_ADJOINT[4:]]
 
 
 @pytest.mark.parametrize(
     ("solve", "bad"),
     [(solve, bad) for solve in (odeint, checkpoint, adjoint) for bad in BAD]
     + [(odeint_adjoint, bad) for bad in BAD_ADJOINT]
+    + [(solve, ("event_fn", decay, "many t", {})) for solve in (odeint, odeint_adjoint)]
     + [(odeint_checkpoint, bad) for bad in BAD_PARAMS],
     ids=lambda x: getattr(x, "__name__", None) or f"{x[0]}-{x[2]}",
 )
