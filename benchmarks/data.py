@@ -19,6 +19,7 @@ from report import machine, table, write_section
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import data
 from sets import AttentionField, DeepSetsField
+from support import meshes
 
 
 def seconds(*calls, repeat=7):
@@ -94,7 +95,7 @@ def read_by_line(path):
 
 def sample(mesh, count=2048):
     v, f = mesh
-    return data.surface_points(v.take(f, 0)[None], np.random.default_rng(0).random((1, count, 3)))
+    return meshes.surface_points(v.take(f, 0)[None], np.random.default_rng(0).random((1, count, 3)))
 
 
 def mesh_rows(folder):
@@ -102,12 +103,12 @@ def mesh_rows(folder):
     for faces in (1000, 10000, 100000):
         path = folder / f"{faces}.off"
         write_mesh(path, faces)
-        mesh = data.read_off(path.read_bytes(), path)
+        mesh = meshes.read_off(path.read_bytes(), path)
         assert all((a == b).all() for a, b in zip(mesh, read_by_line(path)))
         ours, theirs, both, rival, sampled = seconds(
-            lambda p=path: data.read_off(p.read_bytes(), p),
+            lambda p=path: meshes.read_off(p.read_bytes(), p),
             lambda p=path: read_by_line(p),
-            lambda p=path: sample(data.read_off(p.read_bytes(), p)),
+            lambda p=path: sample(meshes.read_off(p.read_bytes(), p)),
             lambda p=path: sample(read_by_line(p)),
             lambda m=mesh: sample(m),
         )

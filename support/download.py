@@ -59,7 +59,9 @@ def fetch(url, path, check, largest):
             trouble = e
         except NETWORK as e:
             code = getattr(e, "code", None)
-            trouble = printable(e, 200) if code is None else f"the server answers {code}"
+            trouble = f"the server answers {code}"
+            if code is None:
+                trouble = printable(f"{type(e).__name__}, {e}", 200)
             if code and 400 <= code < 500 and code not in (408, 429):
                 raise DataError(f"{url}: {trouble}; name another address with --url") from None
         except OSError as e:

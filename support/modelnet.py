@@ -279,33 +279,47 @@ def write_cache(path, points):
 
 # ------------------------------------------------------------------------------- twins
 SAME = 1.1  # times the Chamfer distance of two draws of one shape: another draw of it, or a copy
-ALIKE = 1.2  # deviation of moments and extents, in units of their noise, that is worth a look
+ALIKE, LOOKS = (
+    1.2,
+    5,
+)  # deviation of moments and extents, in units of their noise, that is worth a look; of how many
 
 
 def find_twins(train, test):
     """For each test cloud (N, m, 3), whether some training cloud (M, m, 3) is of the same shape.
 
     A cloud's two halves are two draws of its shape: a training cloud whose halves are nearly as
-    close to them as they are to each other is a twin. Only clouds alike in extent and moments are
+    close to them as halves are to each other is a twin. Only clouds alike in extent and moments are
     compared, so that this takes seconds.
     """
     one, two = (_halves(np.float32(part)) for part in (test, train))
     a, b = ([_summary(half) for half in halves] for halves in (one, two))
     noise = np.sqrt(np.concatenate([(a[0] - a[1]) ** 2, (b[0] - b[1]) ** 2]).mean(0)) + 1e-12
     a, b = sum(a) / 2 / noise, sum(b) / 2 / noise
-    found = np.zeros(len(test), bool)
-    for i, (x, y) in enumerate(zip(*one)):
-        most, apart = SAME * chamfer(x, y), np.sqrt(((a[i] - b) ** 2).mean(-1))
-        for j in sorted(np.flatnonzero(apart < ALIKE), key=apart.__getitem__):
-            if (first := chamfer(x, two[0][j])) < 1.5 * most:  # else there is no need for more
-                found[i] |= (first + chamfer(y, two[1][j])) / 2 <= most
-            if found[i]:
-                break
-    return found
+    return np.array([_has_twin(*pair, two, b) for pair in zip(one.swapaxes(0, 1), a)], bool)
+
+
+def _has_twin(mine, summary, two, summaries):
+    """Whether a cloud, given as its halves, has a twin among those whose halves are `two`."""
+    apart, floor = np.sqrt(((summary - summaries) ** 2).mean(-1)), chamfer(*mine)
+    for j in np.argsort(apart)[:LOOKS]:
+        theirs = two[:, j]
+        if apart[j] < ALIKE and chamfer(mine[0], theirs[0]) < 1.5 * floor:  # else why look closer
+            between = np.mean([chamfer(x, y) for x in mine for y in theirs])
+            if between <= SAME * (floor + chamfer(*theirs)) / 2:
+                return True
+    return False
+
+
+def _aligned(x):
+    """Clouds about their mean, in units of their mean square radius."""
+    x = x - x.mean(-2, keepdims=True)
+    return x / np.sqrt((x**2).sum(-1, keepdims=True).mean(-2, keepdims=True))
 
 
 def _halves(x):
-    """Every second point of clouds (N, m, 3), and the others: (2, N, m // 2, 3)."""
+    """Aligned clouds (N, m, 3) as two halves (2, N, m // 2, 3)."""
+    x = _aligned(x)
     return np.stack([x[:, 0 : x.shape[1] // 2 * 2 : 2], x[:, 1::2]])
 
 
@@ -317,7 +331,7 @@ def chamfer(x, y):
 
 def _summary(x):
     """Second and third moments of clouds, and where they begin and end along each axis."""
-    axes = range(3)
+    x, axes = _aligned(x), range(3)
     pairs = [(i, j) for i in axes for j in axes[i:]]
     moments = [(x[..., i] * x[..., j]).mean(-1) for i, j in pairs]
     moments += [(x[..., i] * x[..., j] * x[..., k]).mean(-1) for i, j in pairs for k in axes[j:]]

@@ -354,19 +354,25 @@ def test_wrong_arguments_are_named(options, says):
 
 
 # ------------------------------------------------------------------------------- splits
-@given(
-    st.lists(st.integers(0, 30), min_size=12, max_size=80),
-    st.lists(st.integers(0, 5)),
-    st.integers(0, 99),
-)
-def test_no_shape_is_on_two_sides(train, test, seed):
-    train = np.array([*train, 31, 32])
-    a, b = data.hold_out(train, np.array(test, int), 0.2, seed)
-    assert not set(train[a]) & set(train[b])
-    assert not (set(train[a]) | set(train[b])) & set(test)
-    assert set(train[a]) | set(train[b]) == set(train) - set(test)
+@given(st.lists(st.integers(0, 30), min_size=12, max_size=80), st.integers(0, 99))
+def test_identical_sets_are_never_on_two_sides(sets, seed):
+    sets = np.array([*sets, 31, 32])
+    a, b = data.hold_out(sets, 0.2, seed)
+    assert not set(sets[a]) & set(sets[b])
     assert len(b) > 0
-    assert sorted([*a, *b]) == [i for i in range(len(train)) if train[i] not in test]
+    assert sorted([*a, *b]) == list(range(len(sets)))
+
+
+@pytest.mark.parametrize("count", [100, 200])
+@pytest.mark.parametrize("category", [None, "shapes"])
+def test_some_sets_are_of_all_classes_wherever_they_stand(category, count):
+    split = data.load(category=category).test
+    some = split.some(count)
+    share = np.bincount(some.labels[some.index], minlength=len(split.classes)) / count
+    assert share == pytest.approx(np.full(len(share), 1 / len(share)), abs=0.1)
+    assert set(split.some(50).index) < set(some.index)
+    assert (np.diff(some.index) > 0).all()
+    assert (split.some().index == split.some(10**6).index).all()
 
 
 def test_the_validation_split_is_a_tenth_and_seeded():

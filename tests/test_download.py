@@ -12,12 +12,13 @@ import time
 import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import attack_servers
 import numpy as np
 import pytest
 from samples import REPOSITORY, idx, make_mnist, make_modelnet, one_line, same, zip_tree
 
 import data
-from support import download, files, mnist, modelnet
+from support import download, files, modelnet
 from support.reading import DataError
 
 
@@ -59,6 +60,7 @@ class Handler(BaseHTTPRequestHandler):
 def server(monkeypatch):
     monkeypatch.setattr(download, "TIMEOUT", 0.3)
     monkeypatch.setattr(download, "TRIES", 2)
+    monkeypatch.setattr(download, "PROGRESS", 1000)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     server.files, server.faults, server.seen, server.release = {}, [], [], threading.Event()
@@ -216,9 +218,10 @@ def test_an_address_that_is_none_exits_2(tmp_path, capsys):
 def test_a_second_download_into_the_same_folder_is_refused_while_one_runs(
     mnist_server, tmp_path, capsys
 ):
+    (tmp_path / "data" / "mnist").mkdir(parents=True)
     with files.alone(tmp_path / "data" / "mnist"):
         assert run(mnist_server, tmp_path / "data", "mnist") == 2
-    assert "another download" in capsys.readouterr().err
+    assert "another process works there" in capsys.readouterr().err
     assert not mnist_server.seen
     assert run(mnist_server, tmp_path / "data", "mnist") == 0
 
@@ -226,7 +229,7 @@ def test_a_second_download_into_the_same_folder_is_refused_while_one_runs(
 def test_a_full_disk_while_downloading_is_one_clear_error(
     mnist_server, tmp_path, monkeypatch, capsys
 ):
-    def full(url, part, have):
+    def full(url, part, largest):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(download, "_transfer", full)
@@ -313,3 +316,37 @@ def test_help_names_every_option_with_its_default_and_wrong_usage_exits_2(capsys
         with pytest.raises(SystemExit) as done:
             download.parse(wrong)
         assert done.value.code == 2
+
+
+# ------------------------------------------------------------------------------- hostile servers
+@pytest.mark.parametrize("name", attack_servers.SERVERS)
+def test_a_download_ends_in_one_printable_line_if_the_server(name):
+    result = attack_servers.attack(name, "mnist" if name == "sends a bomb" else "modelnet10")
+    assert attack_servers.survived(result), result
+    if name in ("sends a bomb", "has an endless body", "sends a zip that fills the disk"):
+        assert result["requests"] == 1  # not read a second time
+    if "drip" in name or "never" in name or "for ever" in name:
+        assert "fewer than 1000 bytes a second" in result["line"]
+
+
+def test_a_length_that_is_no_number_does_not_keep_a_good_file_out(tmp_path, monkeypatch):
+    body = zip_tree(make_modelnet(tmp_path / "origin")).read_bytes()
+    head = attack_servers.reply(b"", b"Content-Length: abc", length=False)
+    monkeypatch.setitem(attack_servers.SERVERS, "good", attack_servers.says(head, body))
+    result = attack_servers.attack("good")
+    assert (result["code"], result["whole"]) == (0, ["ModelNet10.zip"])
+
+
+def test_a_zip_is_limited_in_all_and_not_only_by_member(tmp_path):
+    path = tmp_path / "ModelNet40.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as z:
+        for k in range(20):
+            z.writestr(f"ModelNet40/chair/train/{k}.off", bytes(10**6))
+    for act in (
+        lambda: modelnet.unpack(path, tmp_path / "ModelNet40"),
+        lambda: modelnet.open_zip(path),
+    ):
+        with pytest.raises(DataError) as error:
+            act()
+        one_line(error, path, "refused", "20000000 bytes")
+    assert [p.name for p in tmp_path.iterdir()] == ["ModelNet40.zip"]

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from support import reading
 from support.meshes import read_off, surface_points
-from support.reading import DataError
 
 # ------------------------------------------------------------------------------- meshes
 decimal = st.one_of(
@@ -30,7 +29,7 @@ def test_numbers_are_read_as_python_reads_them(tokens):
 
 @given(
     st.lists(decimal),
-    st.sampled_from(["x", "1.2.3", ".", "-", "1-2", "--1", "1,2"]),
+    st.sampled_from(["x", "1.2.3", ".", "-", "1-2", "--1", "1,2", ".-5", "3.+1"]),
     st.lists(decimal),
 )
 def test_what_is_not_a_number_is_refused(before, wrong, after):
@@ -55,7 +54,10 @@ def off_files(draw):
     head = draw(
         st.sampled_from(["OFF\n", "OFF", "OFF ", "# made up\nOFF\n# counts\n", "\nOFF\n\n"])
     )
-    lines = [" ".join(map(str, row)) for row in v]
+    kind = draw(st.sampled_from(["", "C", "N", "CN"]))
+    more = {"": "", "C": " 255 0 0 255", "N": " 0 0 -1", "CN": " 0 .5 1 0.1 0.2 0.3"}[kind]
+    lines = [" ".join(map(str, row)) + more for row in v]
+    head = head.replace("OFF", f"{kind}OFF")
     lines += [" ".join(map(str, [len(f), *f])) + colour for f in faces]
     if draw(st.booleans()):
         lines = [f"  {line}\t # comment 1 2 3" for line in lines]
@@ -66,8 +68,12 @@ def off_files(draw):
         + ("\n\n" if blank else "\n").join(lines)
         + draw(st.sampled_from(["", "\n", "\n\n \n"]))
     )
-    text = text.replace("\n", draw(st.sampled_from(["\n", "\r\n"])))
-    return text.encode(), v, [(f[0], *f[i : i + 2]) for f in faces for i in range(1, len(f) - 1)]
+    text = text.replace("\n", draw(st.sampled_from(["\n", "\r\n", "\r"])))
+    return (
+        draw(st.sampled_from([b"", b"\xef\xbb\xbf"])) + text.encode(),
+        v,
+        [(f[0], *f[i : i + 2]) for f in faces for i in range(1, len(f) - 1)],
+    )
 
 
 @given(off_files())
