@@ -124,13 +124,7 @@ def surface_points(corners, u, name="mesh"):
 def read_obj(data, name):
     """Vertices (V, 3) and triangles (F, 3) of a Wavefront OBJ; None if it has no faces."""
     vertices, triangles = [], []
-    for number, line in enumerate(
-        unix_text(data).split(
-            b"\
-"
-        ),
-        1,
-    ):
+    for number, line in enumerate(unix_text(data).split(b"\n"), 1):
         kind, *words = line.partition(b"#")[0].split() or [b""]
         try:
             if kind == b"v":
@@ -324,15 +318,18 @@ def read_pcd(data, name, wanted=None):
     entries = {words[0]: words[1:] for words in map(str.split, lines) if words}
     try:
         fields, count = entries["FIELDS"], int(entries["POINTS"][0])
-        kinds = [k.lower() + s for k, s in zip(entries["TYPE"], entries["SIZE"])]
+        kinds = [k.lower() + s for k, s in zip(entries["TYPE"], entries["SIZE"], strict=True)]
         repeats = [int(c) for c in entries.get("COUNT", ["1"] * len(fields))]
-        kind = np.dtype([(f, "<" + k, (r,)) for f, k, r in zip(fields, kinds, repeats)])
+        columns = zip(fields, kinds, repeats, strict=True)
+        kind = np.dtype([(f, "<" + k, (r,)) for f, k, r in columns])
+        if count < 0 or min(repeats) < 1 or not set(kinds) <= set(TYPES.values()) | {"i8", "u8"}:
+            raise ValueError
     except (KeyError, ValueError, IndexError, TypeError):
         raise DataError(f"{name}: FIELDS, TYPE, SIZE or POINTS of its header are wrong") from None
     if head[1] == b"ascii":
         numbers = _all_numbers(data[head.end() :], name)
         width = sum(repeats)
-        if len(numbers) < count * width or count < 0:
+        if len(numbers) < count * width:
             got = len(numbers) // max(width, 1)
             raise DataError(f"{name}, offset {len(data)}: ends after {got} of {count} points")
         starts = np.cumsum([0, *repeats[:-1]])

@@ -23,7 +23,7 @@ import numpy as np
 from support import reading
 from support.files import write_whole
 from support.meshes import read_off, surface_points
-from support.reading import DataError, Progress, Refused, bad_line, fingerprint, read_numbers, say
+from support.reading import DataError, Progress, Refused, bad_line, fingerprint, read_table, say
 
 MODELNET40 = (
     *("airplane", "bathtub", "bed", "bench", "bookshelf", "bottle", "bowl", "car", "chair", "cone"),
@@ -148,7 +148,7 @@ def _resampled(path, category, split):
         file = path / category / f"{name}.txt"
         try:
             text = file.read_bytes().replace(b",", b" ") + b"\n"
-            table = read_numbers(text).reshape(-1, 6)
+            table = read_table(text, 6)
         except OSError as e:
             raise DataError(f"{file}: {e.strerror}; it is in the list of shapes") from None
         except ValueError:

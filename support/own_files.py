@@ -18,10 +18,12 @@ for the test, always the same, and a tenth for validation, chosen by the seed.
 columns or keys. `skip_bad` goes on without files and sets that are wrong. Nothing is unpickled.
 """
 
+import contextlib
 import os
 import re
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +35,7 @@ from support.reading import DataError, Progress, fingerprint, say
 PARTS = {"train": "train", "valid": "valid", "val": "valid", "validation": "valid", "test": "test"}
 SKIP = "mend or remove it, or go on without it by skip_bad (--skip-bad)"
 MESH_POINTS = 2048  # of a mesh, unless more are asked for
+MORE = ("label", "context", "split")  # what is known of each set
 ROLES = ("set", "points", "time", "label", "split", "context", "x", "mask", "name")
 
 
@@ -61,13 +64,23 @@ class Bad:
     def add(self, error):
         if not self.skip:
             raise error
-        self.found.append(str(error))
+        self.found.append(str(error).removesuffix(f"; {SKIP}"))
 
     def tell(self, total):
-        if self.found:
-            say(f"{self.path}: {len(self.found)} of {total} left out as bad; {self.found[0]}")
-        if len(self.found) == total:
-            raise DataError(f"{self.path}: none of {total} sets can be used; {self.found[0]}")
+        """Say what was left out of so many, and begin anew."""
+        found, self.found = self.found, []
+        if len(found) == total:
+            raise DataError(f"{self.path}: none of {total} sets can be used: {found[0]}")
+        for text in found[:9]:
+            say(f"left out: {text}")
+        if found:
+            say(f"{self.path}: {len(found)} of {total} sets are left out as bad")
+
+
+def word(value):
+    """The name that a number or a word in a file is; 7.0 is 7."""
+    whole = isinstance(value, np.floating) and np.isfinite(value) and value == int(value)
+    return str(int(value) if whole else value)
 
 
 def read_columns(columns):
@@ -84,7 +97,7 @@ def read_columns(columns):
 
 
 # ------------------------------------------------------------------------------- arrays
-def read_arrays(path, columns, bad):
+def read_npz(path, columns, bad):
     """An .npz file: one table, or one for each of train, valid and test."""
     arrays = reading.read_npz(path)
     for role, names in columns.items():
@@ -92,51 +105,79 @@ def read_arrays(path, columns, bad):
             raise DataError(f"{path}: no array {missing[0]!r}: there are {', '.join(arrays)}")
         found = [arrays[n] for n in names]
         arrays[role] = found[0] if len(found) == 1 else np.stack(found, -1)
-    parts = {p: {} for p in PARTS}
+    parts = {part: {} for part in PARTS}
     for name, array in arrays.items():
         part, _, rest = name.partition("_")
         if part in PARTS:
             parts[part][rest or "x"] = array
-    tables, total = [], 0
-    for part, mine in ({"": arrays} if not any(parts.values()) else parts).items():
-        if mine:
-            table, count = _table_of(mine, f"{path}, {part}" if part else path, bad)
-            table.split = np.repeat(part, len(table.names)) if part else mine.get("split")
-            tables.append(table)
-            total += count
-    bad.tell(total)
+    parts = {part: mine for part, mine in parts.items() if mine}
+    if not parts:
+        return _table_of(arrays, path, bad)
+    tables = []
+    for part, mine in parts.items():
+        table = _table_of(mine, f"{path}, {part}", bad)
+        table.split = np.repeat(part, len(table.names))
+        table.names = [f"{part} {name}" for name in table.names]
+        tables.append(table)
     return _joined(tables, path)
 
 
-def _joined(tables, path):
-    """Tables one after the other."""
-    first = tables[0]
-    if len(tables) == 1:
-        return first
-    if len({t.points.shape[1] for t in tables}) > 1:
-        raise DataError(
-            f"{path}: points of train, valid and test sets differ in their number of axes"
-        )
-    first = replace(first)
-    for name in ("points", "size", "label", "context", "split"):
-        rows = [getattr(t, name) for t in tables]
-        if sum(r is None for r in rows) % len(tables):
-            raise DataError(f"{path}: {name!r} is there for some of train, valid and test only")
-        setattr(first, name, None if rows[0] is None else np.concatenate(rows))
-    first.names = [n for t in tables for n in t.names]
-    if first.frames is not None:
-        shift = np.cumsum([0] + [len(t.size) for t in tables])
-        wide = max(t.frames.shape[1] for t in tables)
-        frames = [np.where(t.frames < 0, -1, t.frames + s) for t, s in zip(tables, shift)]
-        frames = [np.pad(f, ((0, 0), (0, wide - f.shape[1])), constant_values=-1) for f in frames]
-        times = [_rows_of_times(t, wide) for t in tables]
-        first.frames, first.times = np.concatenate(frames), _shared(np.concatenate(times))
-    return first
+def _table_of(arrays, name, bad):
+    """The table in the arrays of an .npz file."""
+    for what, array in arrays.items():
+        if array.dtype.kind not in "fiubUS":
+            raise DataError(f"{name}: {what} is {array.dtype}: want numbers or words")
+    if "t" in arrays:
+        arrays = {"time": arrays["t"], **arrays}
+    if "x" in arrays:
+        return _padded(arrays, name, bad)
+    if "points" in arrays and "set" in arrays:
+        return _long(arrays, name, bad)
+    there = ", ".join(arrays) or "nothing"
+    raise DataError(f"{name}: no x, nor points and set: there are {there}; name them by columns")
 
 
-def _rows_of_times(table, wide):
-    times = np.broadcast_to(table.times, table.frames.shape).astype(np.float64)
-    return np.pad(times, ((0, 0), (0, wide - times.shape[1])), constant_values=np.nan)
+def _padded(arrays, name, bad):
+    """A table of x (N, n, d), or of series (N, T, n, d), without what does not exist."""
+    x, mask = arrays["x"], arrays.get("mask")
+    x = x[:, :, None] if x.ndim == 2 else x  # d = 1
+    if x.ndim not in (3, 4) or x.dtype.kind not in "fiu" or not x.size:
+        raise DataError(f"{name}: x is {x.dtype}{x.shape}: want numbers (N, n, d) or (N, T, n, d)")
+    if mask is not None and mask.shape != x.shape[:-1]:
+        raise DataError(f"{name}: mask is {mask.shape}: want {x.shape[:-1]}, as x has")
+    there = ~np.isnan(x).all(-1) if mask is None else mask.astype(bool)
+    fine = np.isfinite(x).all(-1) | ~there
+    every = _rows(arrays.get("name", np.arange(len(x))), len(x), f"{name}: name")
+    keep = there.reshape(len(x), -1).any(1) & fine.reshape(len(x), -1).all(1)
+    for i in np.flatnonzero(~keep):
+        point = ", ".join(map(str, np.unravel_index(np.argmin(fine[i]), fine[i].shape)))
+        fault = f"point {point} is not finite numbers" if there[i].any() else "no points in it"
+        bad.add(DataError(f"{name}, set {word(every[i])}: {fault}; {SKIP}"))
+    bad.tell(len(x))
+    more = {k: _rows(arrays.get(k), len(x), f"{name}: {k}", keep) for k in MORE}
+    table = Table(x[keep][there[keep]], there[keep].sum(-1).ravel(), list(every[keep]), **more)
+    if x.ndim == 4:
+        times = _check_times(arrays.get("time", np.arange(x.shape[1])), x, name)
+        table.times = times if times.ndim == 1 else _shared(times[keep])
+        table.frames = np.arange(len(table.size)).reshape(-1, x.shape[1])
+    return table
+
+
+def _rows(rows, count, name, keep=slice(None)):
+    """Those rows of an array, one for each set, that are kept; None of none."""
+    if rows is not None and (rows.ndim == 0 or len(rows) != count):
+        raise DataError(f"{name} has {np.shape(rows)} rows for {count} sets: give one each")
+    return None if rows is None else rows[keep]
+
+
+def _check_times(time, x, name):
+    """Times (T,) or (N, T), increasing along T."""
+    if time.dtype.kind not in "fiu" or time.shape not in ((x.shape[1],), x.shape[:2]):
+        want = f"numbers ({x.shape[1]},) or {x.shape[:2]}"
+        raise DataError(f"{name}: time is {time.dtype}{time.shape}: want {want}, as x has")
+    if not np.isfinite(time).all() or not (np.diff(time.astype(np.float64)) > 0).all():
+        raise DataError(f"{name}: times of a series must be finite and increase")
+    return time.astype(np.float64)
 
 
 def _shared(times):
@@ -144,122 +185,87 @@ def _shared(times):
     return times[0] if (times == times[0]).all() else times
 
 
-def _table_of(arrays, name, bad):
-    """The table in the arrays of an .npz file, and how many sets there are in all."""
-    time = arrays.get("time", arrays.get("t"))
-    more = {k: arrays.get(k) for k in ("label", "context", "split")}
-    if "x" in arrays:
-        return _padded(arrays["x"], arrays.get("mask"), time, arrays.get("name"), more, name, bad)
-    if "points" not in arrays or "set" not in arrays:
-        there = ", ".join(arrays) or "nothing"
-        raise DataError(
-            f"{name}: neither x, nor points and set: there are {there}; name by columns"
-        )
-    return _long(arrays["points"], arrays["set"], time, more, name, bad)
-
-
-def _padded(x, mask, time, names, more, name, bad):
-    """A table of x (N, n, d), or of series (N, T, n, d), without what does not exist."""
-    x = x[:, :, None] if x.ndim == 2 and time is None else x  # d = 1
-    if x.ndim not in (3, 4) or x.dtype.kind not in "fiu" or not len(x):
-        raise DataError(f"{name}: x is {x.dtype}{x.shape}: want numbers (N, n, d) or (N, T, n, d)")
-    if mask is not None and mask.shape != x.shape[:-1]:
-        raise DataError(f"{name}: mask is {mask.shape}: want {x.shape[:-1]}, as x has")
-    there = ~np.isnan(x).all(-1) if mask is None else mask.astype(bool)
-    fine = np.isfinite(x).all(-1) | ~there
-    names = np.arange(len(x)) if names is None else names
-    keep = np.ones(len(x), bool)
-    for i in np.flatnonzero(~fine.reshape(len(x), -1).all(1)):
-        point = np.unravel_index(np.argmin(fine[i]), fine[i].shape)
-        where = f"set {names[i]!s}, point {', '.join(map(str, point))}"
-        bad.add(DataError(f"{name}, {where}: not finite numbers; {SKIP}"))
-        keep[i] = False
-    for i in np.flatnonzero(~there.reshape(len(x), -1).any(1)):
-        bad.add(DataError(f"{name}, set {names[i]!s}: no points in it; {SKIP}"))
-        keep[i] = False
-    total, rows = len(x), {k: _kept(v, keep, f"{name}: {k}") for k, v in more.items()}
-    x, there, names = x[keep], there[keep], np.asarray(names)[keep]
-    table = Table(x[there], there.sum(-1).ravel(), list(names), rows["label"], rows["context"])
-    if x.ndim == 4:
-        table.times = _check_times(np.arange(x.shape[1]) if time is None else time, total, x, name)
-        table.times = table.times if table.times.ndim == 1 else table.times[keep]
-        table.frames = np.arange(len(table.size)).reshape(x.shape[:2])
-    return table, total
-
-
-def _kept(rows, keep, name):
-    if rows is not None and len(rows) != len(keep):
-        raise DataError(f"{name} has {len(rows)} rows for {len(keep)} sets: give one each")
-    return None if rows is None else rows[keep]
-
-
-def _check_times(time, count, x, name):
-    """Times (T,) or (N, T), increasing along T."""
-    time = np.asarray(time)
-    if time.dtype.kind not in "fiu" or time.shape not in ((x.shape[1],), (count, x.shape[1])):
-        want = f"numbers ({x.shape[1]},) or ({count}, {x.shape[1]})"
-        raise DataError(f"{name}: time is {time.dtype}{time.shape}: want {want}, as x has")
-    if not np.isfinite(time).all() or not (np.diff(time) > 0).all():
-        raise DataError(f"{name}: times of a series must be finite and increase")
-    return time.astype(np.float64)
-
-
-def _long(points, which, time, more, name, bad):
-    """A table of points (P, d) with the set that each belongs to, and perhaps its time."""
+def _long(arrays, name, bad):
+    """A table of points (P, d), the set of each, and perhaps its time."""
+    points, which, time = arrays["points"], arrays["set"], arrays.get("time")
     points = points[:, None] if points.ndim == 1 else points
     if points.ndim != 2 or points.dtype.kind not in "fiu" or not points.size:
         raise DataError(f"{name}: points are {points.dtype}{points.shape}: want numbers (P, d)")
     for what, rows in (("set", which), ("time", time)):
         if rows is not None and rows.shape != (len(points),):
             raise DataError(f"{name}: {what} is {rows.shape}: want ({len(points)},), one per point")
+    if time is not None and time.dtype.kind not in "fiu":
+        raise DataError(f"{name}: time is {time.dtype}: want numbers")
     names, of = np.unique(which, return_inverse=True)
-    keep, fine = np.ones(len(names), bool), np.isfinite(points).all(1)
-    if time is not None:
-        fine &= np.isfinite(np.asarray(time, np.float64))
-    for i, row in zip(*np.unique(of[~fine], return_index=True)):
-        row = np.flatnonzero(~fine)[row]
-        bad.add(DataError(f"{name}, set {names[i]!s}, row {row}: not finite numbers; {SKIP}"))
-        keep[i] = False
-    rows = {k: _per_set(v, of, len(names), f"{name}: {k}") for k, v in more.items()}
-    rows = {k: None if v is None else v[keep] for k, v in rows.items()}
-    mine = keep[of]
-    points, of = points[mine], (np.cumsum(keep) - 1)[of[mine]]
-    table = Table(points, None, list(names[keep]), rows["label"], rows["context"], rows["split"])
-    moment = np.zeros(len(points)) if time is None else np.asarray(time, np.float64)[mine]
+    moment = np.zeros(len(points)) if time is None else time.astype(np.float64)
+    fine, keep = np.isfinite(points).all(1) & np.isfinite(moment), np.ones(len(names), bool)
+    for row in np.flatnonzero(~fine):
+        if keep[of[row]]:
+            place = f"set {word(names[of[row]])}, row {row}"
+            bad.add(DataError(f"{name}, {place}: not finite numbers; {SKIP}"))
+        keep[of[row]] = False
+    bad.tell(len(names))
+    more = {k: _per_set(arrays.get(k), of, len(names), f"{name}: {k}", keep) for k in MORE}
     order = np.lexsort((moment, of))  # stable: points of a set stay in their order
-    first = np.flatnonzero(
-        np.r_[True, (np.diff(of[order]) != 0) | (np.diff(moment[order]) != 0)][: len(order)]
-    )
-    table.points, table.size = points[order], np.diff(np.r_[first, len(order)])
+    order = order[keep[of[order]]]
+    table = Table(points[order], None, list(names[keep]), **more)
+    series, moment = (np.cumsum(keep) - 1)[of[order]], moment[order]
+    first = np.flatnonzero(np.r_[True, (np.diff(series) != 0) | (np.diff(moment) != 0)])
+    table.size = np.diff(np.r_[first, len(order)])
     if time is not None:
-        series, moment = of[order][first], moment[order][first]
-        position = np.arange(len(series)) - np.searchsorted(series, series)
-        table.frames = np.full((keep.sum(), position.max(initial=0) + 1), -1)
-        table.frames[series, position] = np.arange(len(series))
-        times = np.full(table.frames.shape, np.nan)
-        times[series, position] = moment
-        table.times = _shared(times)
-    return table, len(names)
-
-
-def _per_set(rows, of, count, name):
-    """A row for each set, from one for each set or one for each of its points."""
-    if rows is None or len(rows) == count:
-        return rows
-    if len(rows) != len(of):
-        raise DataError(f"{name} has {len(rows)} rows for {count} sets: give one each")
-    _, first = np.unique(of, return_index=True)
-    if (other := rows != rows[first][of]).any():
-        row = int(np.argmax(other.reshape(len(of), -1).any(1)))
-        raise DataError(f"{name} in row {row} is not that of the set's other points")
-    return rows[first]
-
-
-def read_array(path, columns, bad):
-    """An .npy file: x (N, n, d), or series (N, T, n, d)."""
-    table, total = _padded(_npy(path), None, None, None, {}, path, bad) if True else None
-    bad.tell(total)
+        _place(table, series[first], moment[first])
     return table
+
+
+def _place(table, series, moment):
+    """Set frames and times (N, T) of a table whose sets are of these series at these moments."""
+    position = np.arange(len(series)) - np.searchsorted(series, series)
+    table.frames = np.full((len(table.names), position.max() + 1), -1)
+    table.frames[series, position] = np.arange(len(series))
+    times = np.full(table.frames.shape, np.nan)
+    times[series, position] = moment
+    table.times = _shared(times)
+
+
+def _per_set(rows, of, count, name, keep):
+    """A row for each set that is kept, from one for each set or one for each of its points."""
+    if rows is None or rows.ndim == 0 or len(rows) != len(of) or len(of) == count:
+        return _rows(rows, count, name, keep)
+    _, first = np.unique(of, return_index=True)
+    if (other := (rows != rows[first][of]).reshape(len(of), -1).any(1)).any():
+        raise DataError(f"{name} in row {other.argmax()} is not that of the set's other points")
+    return rows[first][keep]
+
+
+def _joined(tables, path):
+    """Tables one after the other."""
+    if len({t.points.shape[1] for t in tables}) > 1:
+        raise DataError(f"{path}: points of train, valid and test sets have not as many axes")
+    joined = {"names": [name for t in tables for name in t.names]}
+    for what in ("points", "size", *MORE, "frames"):
+        rows = [getattr(t, what) for t in tables]
+        if len({r is None for r in rows}) > 1:
+            raise DataError(f"{path}: {what!r} is there for some of train, valid and test only")
+        if what != "frames":
+            joined[what] = None if rows[0] is None else np.concatenate(rows)
+    table = Table(**joined)
+    if tables[0].frames is not None:
+        shift = np.cumsum([0] + [len(t.size) for t in tables])
+        wide = max(t.frames.shape[1] for t in tables)
+        frames = [np.where(t.frames < 0, -1, t.frames + s) for t, s in zip(tables, shift)]
+        times = [np.broadcast_to(t.times, t.frames.shape) for t in tables]
+        table.frames = np.concatenate([_wider(f, wide, -1) for f in frames])
+        table.times = _shared(np.concatenate([_wider(t, wide, np.nan) for t in times]))
+    return table
+
+
+def _wider(rows, width, value):
+    return np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=value)
+
+
+def read_npy(path, columns, bad):
+    """An .npy file: x (N, n, d), or series (N, T, n, d)."""
+    return _padded({"x": _npy(path)}, path, bad)
 
 
 def _npy(path):
@@ -277,25 +283,19 @@ def read_jets(path, columns, bad):
     try:
         with h5py.File(path) as f:
             x = np.asarray(f["particle_features"][:], np.float32)
-            context = np.asarray(f["jet_features"][:]) if "jet_features" in f else None
+            context = {"context": f["jet_features"][:]} if "jet_features" in f else {}
     except Exception as e:
         raise DataError(f"{path}: no 'particle_features' in it ({e})") from None
     if x.ndim != 3 or x.shape[-1] < 2 or not np.isin(x[..., -1], (0, 1)).all():
         fault = "want (jets, particles, features), with 0 or 1 in the last, which is the mask"
         raise DataError(f"{path}: particle_features are {x.shape}: {fault}")
-    more = {"context": context}
-    table, total = _padded(
-        x[..., :-1], x[..., -1] > 0, None, None, {"label": None, **more}, path, bad
-    )
-    bad.tell(total)
-    return table
+    return _padded({"x": x[..., :-1], "mask": x[..., -1] > 0, **context}, path, bad)
 
 
 # ------------------------------------------------------------------------------- text
-def read_long_text(path, columns, bad):
+def read_text(path, columns, bad):
     """A .csv or .txt file with a header and a row for each point."""
-    text = reading.unix_text(path.read_bytes())
-    head, _, body = text.partition(b"\n")
+    head, _, body = reading.unix_text(path.read_bytes()).partition(b"\n")
     names, cut = _fields(head)
     if all(_is_number(n) for n in names):
         raise DataError(f"{path}, line 1: {head[:40]!r} is no header, such as set,x,y")
@@ -306,17 +306,14 @@ def read_long_text(path, columns, bad):
         if missing := [n for n in roles.get(role, [role]) if n not in names]:
             hint = f"there are {', '.join(names)}; name it by columns (--columns {role}=NAME)"
             raise DataError(f"{path}, line 1: no column {missing[0]!r}: {hint}")
-    columns = _text_columns(body, names, cut, path, {n for found in roles.values() for n in found})
+    table = _text_columns(body, names, cut, path, {n for found in roles.values() for n in found})
 
-    def numbers(role):
-        return np.stack([_as_numbers(columns[n], n, path) for n in roles[role]], -1)
-
-    more = {r: columns[roles[r][0]] if r in roles else None for r in ("label", "split")}
-    more["context"] = numbers("context") if "context" in roles else None
-    time = numbers("time")[:, 0] if "time" in roles else None
-    table, total = _long(numbers("points"), columns[roles["set"][0]], time, more, path, bad)
-    bad.tell(total)
-    return table
+    arrays = {role: table[found[0]] for role, found in roles.items()}
+    for role in ("points", "time", "context"):
+        if role in roles:
+            found = [_as_numbers(table[n], n, path) for n in roles[role]]
+            arrays[role] = found[0] if role == "time" else np.stack(found, -1)
+    return _long(arrays, path, bad)
 
 
 def _fields(line):
@@ -338,13 +335,8 @@ def _text_columns(body, names, cut, path, wanted):
     """The wanted columns of the rows of a table, as numbers where all of them are."""
     count = len(names)
     plain = body if cut is None else body.replace(cut.encode(), b" ")
-    try:
-        table = reading.read_numbers(plain + b"\n")
-        lines = len(plain.split(b"\n")) - plain.count(b"\n\n") - plain.endswith(b"\n")
-        if len(table) == lines * count:
-            return dict(zip(names, table.reshape(-1, count).T))
-    except ValueError:
-        pass  # some columns are words
+    with contextlib.suppress(ValueError):  # some columns are words, or a line is wrong
+        return dict(zip(names, reading.read_table(plain + b"\n", count).T))
     rows = []
     for number, line in enumerate(body.decode("utf-8", "replace").split("\n"), 2):
         if line.strip():
@@ -368,7 +360,7 @@ def _simplest(words):
 def _as_numbers(column, name, path):
     if column.dtype.kind == "U":
         row = next(i for i, word in enumerate(column) if not _is_number(word))
-        fault = f"{column[row]!r} in column {name!r} of row {row} is not a number"
+        fault = f"{str(column[row])!r} in column {name!r} of row {row} is not a number"
         raise DataError(f"{path}: {fault}; take other columns by columns (--columns points=x+y)")
     return column
 
@@ -386,18 +378,15 @@ def read_folder(path, columns, bad, mesh_points):
         raise DataError(f"{path}: no files in it: want one for each set ({' '.join(FILES)})")
     clouds, bar = [], Progress(str(path), len(files))
 
-    def one(file):
-        try:
-            return read_file(file, columns.get("points"), mesh_points)
-        except DataError as e:
-            return e
+    def some(first):
+        return [_tried(f, columns.get("points"), mesh_points) for f in files[first : first + 64]]
 
     with ThreadPoolExecutor(2 * (os.cpu_count() or 1)) as pool:
-        for cloud in pool.map(one, files):
-            clouds.append(cloud)
+        for read in pool.map(some, range(0, len(files), 64)):
+            clouds += read
             bar.show(len(clouds))
-    dims = [c.shape[1] for c in clouds if not isinstance(c, DataError)]
-    usual = max(dims, key=dims.count) if dims else 0
+    usual = Counter(c.shape[1] for c in clouds if not isinstance(c, DataError)).most_common(1)
+    usual = usual[0][0] if usual else 0
     good, names = [], []
     for file, cloud in zip(files, clouds):
         if isinstance(cloud, DataError):
@@ -411,6 +400,14 @@ def read_folder(path, columns, bad, mesh_points):
     bad.tell(len(files))
     size = np.array([len(cloud) for cloud in good])
     return Table(np.concatenate(good), size, names, *_folders(names, path))
+
+
+def _tried(*file):
+    """The points of a file, or the error that they are."""
+    try:
+        return read_file(*file)
+    except DataError as e:
+        return e
 
 
 def _folders(names, path):
@@ -446,7 +443,7 @@ def read_file(path, wanted, mesh_points):
     if points.ndim != 2 or not points.size:
         raise DataError(f"{path}: no points in it")
     with np.errstate(over="ignore"):
-        points = points.astype(np.float32)
+        points = points.astype(np.float32, copy=False)
     if not (fine := np.isfinite(points).all(1)).all():
         raise DataError(f"{path}, point {fine.argmin()}: not finite numbers")
     return points
@@ -454,28 +451,21 @@ def read_file(path, wanted, mesh_points):
 
 def _text_points(path, wanted):
     """Rows of numbers, perhaps below a header; all columns, unless some are wanted."""
-    text = re.sub(rb"#[^\n]*", b"", reading.unix_text(path.read_bytes())).lstrip() + b"\n"
-    head = text[: text.index(b"\n")]
+    text = re.sub(rb"#[^\n]*", b"", reading.unix_text(path.read_bytes())) + b"\n"
+    head, _, body = text.lstrip().partition(b"\n")
     names, cut = _fields(head)
     header = not all(_is_number(n) for n in names if n)
-    body = text[len(head) + 1 :] if header else text
-    plain = body if cut is None else body.replace(cut.encode(), b" ")
-    if not header:
-        names = [str(k) for k in range(len(names))]
-    columns = reading.bad_line(plain, 1 + header, len(names))
+    body = body if header else text
+    body = body if cut is None else body.replace(cut.encode(), b" ")
+    names = [n if header else str(k) for k, n in enumerate(names) if n]
     try:
-        numbers = reading.read_numbers(plain)
-        if not len(numbers):
-            raise DataError(f"{path}, line 1: no rows of numbers in it")
-        table = numbers.reshape(-1, len(names))
-    except DataError:
-        raise
+        table = reading.read_table(body, len(names))
     except ValueError:
-        raise DataError(f"{path}, {columns}") from None
-    for w in wanted or ():
-        if w not in names:
-            raise DataError(f"{path}, line 1: no column {w!r}: there are {', '.join(names)}")
-    return (table if wanted is None else table[:, [names.index(w) for w in wanted]]), None
+        line = text.count(b"\n") - body.count(b"\n") + 1
+        raise DataError(f"{path}, {reading.bad_line(body, line, len(names))}") from None
+    if missing := [w for w in wanted or () if w not in names]:
+        raise DataError(f"{path}, line 1: no column {missing[0]!r}: there are {', '.join(names)}")
+    return table if wanted is None else table[:, [names.index(w) for w in wanted]], None
 
 
 def _array_points(path, wanted):
@@ -496,5 +486,5 @@ FILES = {
     ".off": lambda path, wanted: read_off(path.read_bytes(), path),
     ".obj": lambda path, wanted: read_obj(path.read_bytes(), path),
 }
-READERS = {".npz": read_arrays, ".npy": read_array, ".csv": read_long_text}
-READERS |= {".txt": read_long_text, ".h5": read_jets, ".hdf5": read_jets}
+READERS = {".npz": read_npz, ".npy": read_npy, ".csv": read_text}
+READERS |= {".txt": read_text, ".h5": read_jets, ".hdf5": read_jets}

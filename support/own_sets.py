@@ -14,7 +14,7 @@ import numpy as np
 
 from support import reading
 from support.files import write_whole
-from support.own_files import MESH_POINTS, PARTS, READERS, Bad, read_columns, read_folder
+from support.own_files import MESH_POINTS, PARTS, READERS, Bad, read_columns, read_folder, word
 from support.reading import DataError, fingerprint, say
 from support.shapes import TEST, TRAIN, VALID, Random
 from support.splits import Source, Split, Splits, choose, hold_out, span
@@ -87,7 +87,7 @@ class OwnSets(Source):
         """x (B, n, d) or (B, T, n, d) of at most `high` points a set, and mask, None if all are."""
         frames = index[:, None] if self.frames is None else self.frames[index]
         frames = frames[:, : (frames >= 0).any(0).sum()]  # the longest of these series
-        x, mask = self._draw(frames.ravel(), high, Random(frames.ravel() % 2**63, *words))
+        x, mask = self._draw(frames.ravel(), high, Random(np.maximum(frames.ravel(), 0), *words))
         if self.frames is not None:
             x, mask = (a.reshape(*frames.shape, *a.shape[1:]) for a in (x, mask))
         return x, None if mask.all() else mask
@@ -95,6 +95,7 @@ class OwnSets(Source):
     def _draw(self, frames, most, rng):
         size = np.where(frames < 0, 0, np.diff(self.start)[frames])
         width = int(min(size.max(), most))
+        noise = np.float32(self.sigma) * _normal(rng, width, self.dim) if self.sigma else 0
         pick = np.broadcast_to(np.arange(width), (len(frames), width))
         if len(large := np.flatnonzero(size > most)):
             key = rng.uniform(int(size.max()))[large]
@@ -102,9 +103,7 @@ class OwnSets(Source):
             pick = pick.copy()
             pick[large] = np.argpartition(key, most - 1, -1)[:, :most]
         mask = np.arange(width) < np.minimum(size, most)[:, None]
-        x = self.points[np.where(mask, self.start[frames][:, None] + pick, 0)]
-        if self.sigma:
-            x = x + np.float32(self.sigma) * _normal(rng, width, self.dim)
+        x = self.points[np.where(mask, self.start[frames][:, None] + pick, 0)] + noise
         return np.where(mask[..., None], x, np.float32(0)), mask
 
 
@@ -146,14 +145,17 @@ def load(path, task, category, points, seed, valid, **options):
 
 
 def load_all(path, *, points=None, **options) -> Split:
-    """All sets at a path as one split, in their order, always drawn the same: to score them."""
+    """All sets at a path as one split that is always drawn the same: to score them.
+
+    Sets of similar size follow each other; `index` says where each one stands in the file.
+    """
     source = read(path, points=points, **options)
-    return _split(source, np.arange(len(source)), points, TRAIN + TEST)
+    return _split(source, np.arange(len(source)), points, TEST)
 
 
 def _split(source, index, points, use):
     points = points or int(source.sizes(np.arange(len(source))).max())
-    if use == VALID or use == TEST:  # sets of similar size together save work in batches
+    if use != TRAIN:  # sets of similar size together save work in batches
         index = index[np.argsort(source.sizes(index, points), kind="stable")]
     return Split(source, index, source.labels, source.classes, points, use)
 
@@ -199,39 +201,34 @@ def read(path, *, points=None, columns=None, skip_bad=False, noise=0.0) -> OwnSe
 
 def as_sets(table, path, noise):
     """A table whose labels are numbers of classes, and whose points are checked."""
-    count = len(table.names)
-    for name in ("label", "context", "split"):
-        rows = getattr(table, name)
-        if rows is not None and len(rows) != count:
-            raise DataError(f"{path}: {len(rows)} rows of {name!r} for {count} sets: give one each")
+    count, names = len(table.names), [word(name) for name in table.names]
     classes, labels = ("all",), np.zeros(count, np.int64)
     if table.label is not None:
         classes, labels = np.unique(table.label, return_inverse=True)
-        classes = tuple(f"{c:g}" if classes.dtype.kind == "f" else str(c) for c in classes)
+        classes = tuple(word(c) for c in classes)
     part = np.array(
         [PARTS.get(str(p).lower(), "?") for p in table.split]
         if table.split is not None
         else [""] * count
     )
     if (wrong := np.flatnonzero(part == "?")).size:
-        fault = f"{str(table.split[wrong[0]])!r} of set {table.names[wrong[0]]!r}"
+        fault = f"{str(table.split[wrong[0]])!r} of set {names[wrong[0]]!r}"
         raise DataError(f"{path}: split {fault} is not train, valid or test")
     context = table.context
     if context is not None:
         context = np.asarray(context, np.float32).reshape(count, -1)
         if not (fine := np.isfinite(context).all(1)).all():
-            name = table.names[fine.argmin()]
+            name = names[fine.argmin()]
             raise DataError(f"{path}: the context of set {name!r} is not finite numbers")
     start = np.concatenate([[0], np.cumsum(table.size)])
-    names = [str(name) for name in table.names]
     more = (names, context, table.times, table.frames, noise)
-    return OwnSets(table.points.astype(np.float32), start, labels, classes, part, *more)
+    return OwnSets(table.points.astype(np.float32, copy=False), start, labels, classes, part, *more)
 
 
 def note_repeats(source, path, most=100_000):
     """Say so if points repeat or coordinates are rounded: their density has no bound."""
     x = source.points[:most]
-    which = np.repeat(np.arange(len(source.start) - 1), np.diff(source.start))[: len(x)]
+    which = np.searchsorted(source.start, np.arange(len(x)), "right")
     way = "so log p has no bound: add noise=σ (--noise)"
     for k, axis in enumerate(x.T):
         values = np.unique(axis)

@@ -94,6 +94,15 @@ def read_numbers(text, ends=None):
     return numbers
 
 
+def read_table(text, width):
+    """The numbers in `text`, as rows of `width` of them, each in a line of its own."""
+    ends, lines = token_ends(text), np.flatnonzero(np.frombuffer(text, np.uint8) == ord("\n"))
+    in_line = np.diff(np.searchsorted(ends, lines, "right"), prepend=0)
+    if not np.isin(in_line, (0, width)).all():
+        raise ValueError(f"a line has not {width} numbers")
+    return read_numbers(text, ends).reshape(-1, width)
+
+
 def unix_text(data):
     """Text of a file without its byte-order mark, and with \\n at the end of every line."""
     data = data.removeprefix(b"\xef\xbb\xbf")

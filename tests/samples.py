@@ -1,6 +1,7 @@
 """What tests of data share: small copies of MNIST and ModelNet, and where the real ones are."""
 
 import gzip
+import os
 import zipfile
 from pathlib import Path
 
@@ -92,3 +93,13 @@ class Hdf5:
 
     def __exit__(self, *_):
         self.file.close()
+
+
+class Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)

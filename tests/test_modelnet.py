@@ -2,7 +2,6 @@
 
 import gzip
 import io
-import os
 import sys
 import zipfile
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from samples import (
     REAL,
     SQUARE,
+    Evil,
     Hdf5,
     make_mnist,
     make_modelnet,
@@ -277,16 +277,6 @@ def test_a_folder_that_cannot_be_written_to_is_only_a_note(tmp_path, monkeypatch
     assert len(data.load("modelnet", tmp_path, category="chair").train)
     assert "Read-only" in capsys.readouterr().err
     assert not list((tmp_path / "modelnet40").glob("*.npz"))
-
-
-class Evil:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
 
 
 @pytest.mark.parametrize(
