@@ -170,6 +170,8 @@ def read_ply(data, name, wanted=None):
         except EOFError as e:
             fault = f"ends after {e} of {count} elements {kind!r}"
             raise DataError(f"{name}, offset {len(data)}: {fault}; it is cut or damaged") from None
+        except ValueError as e:  # a name that comes twice
+            raise DataError(f"{name}, element {kind!r}: {e}") from None
         if kind == "vertex":
             rows = _columns(columns, wanted or ("x", "y", "z"), name)
         if kind == "face":
@@ -185,7 +187,7 @@ def read_ply(data, name, wanted=None):
 def _columns(columns, wanted, name):
     """The wanted columns, side by side (V, d)."""
     for w in wanted:
-        if np.ndim(columns.get(w)) != 1:
+        if w not in columns or isinstance(columns[w], list) or columns[w].ndim != 1:
             raise DataError(f"{name}: no column {w!r}: there are {', '.join(columns)}")
     return np.stack([columns[w] for w in wanted], -1)
 
@@ -227,21 +229,15 @@ def _ply_header(data, name):
 def _binary_element(data, at, order, count, properties):
     """The columns of `count` rows of a binary PLY, by name, and where they end."""
     lists = [what for what, _, length in properties if length]
-    if not lists or not count:
-        kind = np.dtype([(what, order + of) for what, of, _ in properties])
-        rows = _rows(data, at, kind, count)
-        return {what: rows[what] for what in kind.names or ()}, at + count * kind.itemsize
-    first, _ = _binary_row(data, at, order, properties)  # mostly all lists are as long as this
-    kind = []
+    first = _binary_row(data, at, order, properties)[0] if lists and count else {}
+    kind = []  # of a row, if all lists are as long as those of the first, which is common
     for what, of, length in properties:
-        kind += (
-            [(f"length of {what}", order + length), (what, order + of, first[what].shape)]
-            if length
-            else [(what, order + of)]
-        )
-    if at + count * (kind := np.dtype(kind)).itemsize <= len(data):
+        kind += [(f"length of {what}", order + length)] if length else []
+        kind += [(what, order + of, np.shape(first.get(what, 0)))]
+    kind = np.dtype(kind)
+    if not lists or at + count * kind.itemsize <= len(data):
         rows = _rows(data, at, kind, count)
-        if all((rows[f"length of {what}"] == len(first[what])).all() for what in lists):
+        if all((rows[f"length of {what}"] == len(first[what])).all() for what in lists if count):
             return {what: rows[what] for what, *_ in properties}, at + count * kind.itemsize
     table = []
     for done in range(count):
@@ -250,7 +246,8 @@ def _binary_element(data, at, order, count, properties):
         except EOFError:
             raise EOFError(done) from None
         table.append(row)
-    return {what: [row[what] for row in table] for what in first}, at
+    columns = {what: [row[what] for row in table] for what, *_ in properties}
+    return {what: rows if what in lists else np.array(rows) for what, rows in columns.items()}, at
 
 
 def _rows(data, at, kind, count):
@@ -275,37 +272,27 @@ def _binary_row(data, at, order, properties):
 
 def _text_element(numbers, at, order, count, properties):
     """The columns of `count` rows of an ASCII PLY, by name, and where they end."""
-    rows, (first, _) = [], _text_row(numbers, at, properties, 0) if count else ({}, at)
-    width = sum(np.size(v) + np.ndim(v) for v in first.values())
-    block = numbers[at : at + count * width]
-    if count and len(block) == count * width:
-        block, columns, k, equal = block.reshape(count, width), {}, 0, True
-        for what, _, length in properties:
-            if length:
-                equal &= bool((block[:, k] == len(first[what])).all())
-                k += 1
-            size = np.size(first[what])
-            columns[what] = block[:, k : k + size].astype(np.int64) if length else block[:, k]
-            k += size
-        if equal:
-            return columns, at + count * width
+    if not any(length for *_, length in properties):
+        width = len(properties)
+        if at + count * width > len(numbers):
+            raise EOFError((len(numbers) - at) // width)
+        table = numbers[at : at + count * width].reshape(count, width)
+        return {what: table[:, k] for k, (what, *_) in enumerate(properties)}, at + table.size
+    columns = {what: [] for what, *_ in properties}
     for done in range(count):
-        row, at = _text_row(numbers, at, properties, done)
-        rows.append(row)
-    return {what: [row[what] for row in rows] for what, *_ in properties}, at
-
-
-def _text_row(numbers, at, properties, done):
-    row = {}
-    for what, _, length in properties:
-        count = 1
-        if length and at < len(numbers):
-            count, at = int(max(numbers[at], 0)), at + 1
-        if at + count > len(numbers):
-            raise EOFError(done)
-        row[what] = numbers[at : at + count].astype(np.int64) if length else numbers[at]
-        at += count
-    return row, at
+        for what, _, length in properties:
+            size = 1
+            if length and at < len(numbers):
+                size, at = int(max(numbers[at], 0)), at + 1
+            if at + size > len(numbers):
+                raise EOFError(done)
+            row = numbers[at : at + size]
+            columns[what].append(row.astype(np.int64) if length else row[0])
+            at += size
+    return {
+        what: v if length else np.array(v)
+        for (what, _, length), v in zip(properties, columns.values())
+    }, at
 
 
 # ------------------------------------------------------------------------------- PCD
@@ -314,36 +301,37 @@ def read_pcd(data, name, wanted=None):
     head = re.search(rb"^DATA[ \t]+(\w+)[ \t]*(\r\n|\n|\r)", data[: 1 << 16], re.MULTILINE)
     if not head:
         raise DataError(f"{name}, line 1: not a PCD file, or one without a line DATA")
-    lines = unix_text(data[: head.start()]).decode("latin-1").split("\n")
-    entries = {words[0]: words[1:] for words in map(str.split, lines) if words}
-    try:
-        fields, count = entries["FIELDS"], int(entries["POINTS"][0])
-        kinds = [k.lower() + s for k, s in zip(entries["TYPE"], entries["SIZE"], strict=True)]
-        repeats = [int(c) for c in entries.get("COUNT", ["1"] * len(fields))]
-        columns = zip(fields, kinds, repeats, strict=True)
-        kind = np.dtype([(f, "<" + k, (r,)) for f, k, r in columns])
-        if count < 0 or min(repeats) < 1 or not set(kinds) <= set(TYPES.values()) | {"i8", "u8"}:
-            raise ValueError
-    except (KeyError, ValueError, IndexError, TypeError):
-        raise DataError(f"{name}: FIELDS, TYPE, SIZE or POINTS of its header are wrong") from None
+    kind, count = _pcd_header(data[: head.start()], name)
     if head[1] == b"ascii":
         numbers = _all_numbers(data[head.end() :], name)
-        width = sum(repeats)
-        if len(numbers) < count * width:
-            got = len(numbers) // max(width, 1)
-            raise DataError(f"{name}, offset {len(data)}: ends after {got} of {count} points")
-        starts = np.cumsum([0, *repeats[:-1]])
-        table = numbers[: count * width].reshape(count, width)
-        columns = {f: table[:, s] for f, s in zip(fields, starts)}
+        kind = np.dtype([(f, "f8", kind[f].shape) for f in kind.names])
+        data, start = numbers.tobytes(), 0
     elif head[1] == b"binary":
-        try:
-            rows = _rows(data, head.end(), kind, count)
-        except (EOFError, ValueError) as e:
-            fault = f"ends after {e} of {count} points; it is cut or damaged"
-            raise DataError(f"{name}, offset {len(data)}: {fault}") from None
-        columns = {f: rows[f][:, 0] for f in fields}
+        start = head.end()
     else:
         how = head[1].decode("latin-1")
         raise DataError(f"{name}: DATA {how} is not read: save it as binary or ascii")
+    try:
+        rows = _rows(data, start, kind, count)
+    except EOFError as e:
+        fault = f"ends after {e} of {count} points; it is cut or damaged"
+        raise DataError(f"{name}, offset {len(data)}: {fault}") from None
+    columns = {f: rows[f][:, 0] for f in kind.names}
     points = _columns(columns, wanted or ("x", "y", "z"), name)
     return points[~np.isnan(points).any(-1)], None
+
+
+def _pcd_header(head, name):
+    """The dtype of a point of a PCD, and how many there are."""
+    lines = unix_text(head).decode("latin-1").split("\n")
+    entries = {words[0]: words[1:] for words in map(str.split, lines) if words}
+    try:
+        fields, count = entries["FIELDS"], int(entries["POINTS"][0])
+        types = [k.lower() + s for k, s in zip(entries["TYPE"], entries["SIZE"], strict=True)]
+        repeats = [int(c) for c in entries.get("COUNT", ["1"] * len(fields))]
+        kind = [(f, "<" + t, (r,)) for f, t, r in zip(fields, types, repeats, strict=True)]
+        if count < 0 or min(repeats) < 1 or not set(types) <= set(TYPES.values()) | {"i8", "u8"}:
+            raise ValueError
+        return np.dtype(kind), count
+    except (KeyError, ValueError, IndexError, TypeError):
+        raise DataError(f"{name}: FIELDS, TYPE, SIZE or POINTS of its header are wrong") from None

@@ -271,7 +271,10 @@ def read_npy(path, columns, bad):
 def _npy(path):
     with open(path, "rb") as file:
         reading.npy_header(file, os.fstat(file.fileno()).st_size, path)
-    return np.load(path, allow_pickle=False)
+    try:
+        return np.load(path, allow_pickle=False)
+    except Exception as e:  # whatever a damaged header leads to
+        raise DataError(f"{path}: not a .npy array ({e})") from None
 
 
 def read_jets(path, columns, bad):

@@ -115,7 +115,7 @@ def _normal(rng, n, d):
 
 # ------------------------------------------------------------------------------- splits
 def load(path, task, category, points, seed, valid, **options):
-    """Splits of the sets at a path: theirs, or 80, 10 and 10 %; the test sets fit every seed."""
+    """Splits of the sets at a path: theirs, or 80, 10 and 10 %."""
     if points is not None and span(points)[0] < span(points)[1]:
         raise DataError(f"points={points}: want one number, for sets have sizes of their own")
     source = read(path, points=points, **options)
@@ -123,13 +123,16 @@ def load(path, task, category, points, seed, valid, **options):
         fault = "has no times, as series have" if task == "temporal" else "holds series, with times"
         raise DataError(f"{path}: {fault}: only train_temporal.py is for those")
     source = source.only(choose(category, source.classes, path))
-    ids, parts = (
-        source.ids(),
-        [np.flatnonzero(source.part == p) for p in ("train", "valid", "test")],
-    )
-    train, held, test = parts if source.part.any() else (np.arange(len(source)), *parts[1:])
-    fewest = 3 - (len(held) > 0) - (len(test) > 0)
-    if len(np.unique(ids[train])) < fewest:
+    parts = _parts(source, path, seed, valid)
+    return Splits(*(_split(source, *part, points) for part in zip(parts, (TRAIN, VALID, TEST))))
+
+
+def _parts(source, path, seed, valid):
+    """Indices of training, validation and test sets; test sets do not depend on the seed."""
+    ids, split = source.ids(), source.part
+    train, held, test = (np.flatnonzero(split == part) for part in ("train", "valid", "test"))
+    train = train if split.any() else np.arange(len(source))
+    if len(np.unique(ids[train])) < 3 - (len(held) > 0) - (len(test) > 0):
         fault = f"{len(train)} sets cannot be split into training, validation and test sets"
         raise DataError(f"{path}: {fault}: give more different sets, or name the splits yourself")
     if not len(test):
@@ -140,8 +143,7 @@ def load(path, task, category, points, seed, valid, **options):
         train, held = train[kept], train[chosen]
     if same := np.isin(ids[test], ids[train]).sum():
         say(f"{path}: {same} of {len(test)} test sets are identical to a training set")
-    uses = ((train, TRAIN), (held, VALID), (test, TEST))
-    return Splits(*(_split(source, index, points, use) for index, use in uses))
+    return train, held, test
 
 
 def load_all(path, *, points=None, **options) -> Split:
@@ -150,10 +152,10 @@ def load_all(path, *, points=None, **options) -> Split:
     Sets of similar size follow each other; `index` says where each one stands in the file.
     """
     source = read(path, points=points, **options)
-    return _split(source, np.arange(len(source)), points, TEST)
+    return _split(source, np.arange(len(source)), TEST, points)
 
 
-def _split(source, index, points, use):
+def _split(source, index, use, points):
     points = points or int(source.sizes(np.arange(len(source))).max())
     if use != TRAIN:  # sets of similar size together save work in batches
         index = index[np.argsort(source.sizes(index, points), kind="stable")]
