@@ -388,21 +388,28 @@ def read_folder(path, columns, bad, mesh_points):
         for read in pool.map(some, range(0, len(files), 64)):
             clouds += read
             bar.show(len(clouds))
-    usual = Counter(c.shape[1] for c in clouds if not isinstance(c, DataError)).most_common(1)
-    usual = usual[0][0] if usual else 0
     good, names = [], []
-    for file, cloud in zip(files, clouds):
+    for name, cloud in zip(files, _of_one_dim(files, clouds)):
         if isinstance(cloud, DataError):
             bad.add(DataError(f"{cloud}; {SKIP}"))
-        elif cloud.shape[1] != usual:
-            fault = f"points of {cloud.shape[1]} axes, where others have {usual}"
-            bad.add(DataError(f"{file}: {fault}; {SKIP}"))
         else:
             good.append(cloud)
-            names.append(file.relative_to(path).as_posix())
+            names.append(name.relative_to(path).as_posix())
     bad.tell(len(files))
     size = np.array([len(cloud) for cloud in good])
     return Table(np.concatenate(good), size, names, *_folders(names, path))
+
+
+def _of_one_dim(files, clouds):
+    """The clouds, with an error in place of those of another d than most have."""
+    dims = Counter(c.shape[1] for c in clouds if not isinstance(c, DataError))
+    usual = max(dims, key=dims.get, default=0)
+    for file, cloud in zip(files, clouds):
+        if isinstance(cloud, DataError) or cloud.shape[1] == usual:
+            yield cloud
+        else:
+            fault = f"points of {cloud.shape[1]} axes, where others have {usual}"
+            yield DataError(f"{file}: {fault}")
 
 
 def _tried(*file):
@@ -431,11 +438,10 @@ def _folders(names, path):
 def read_file(path, wanted, mesh_points):
     """The points (n, d) of one file, float32, of a mesh as many as asked for."""
     reader = FILES.get(path.suffix.lower())
-    if reader is None:
+    if reader is None or not path.is_file():
         raise DataError(f"{path}: no format of a set, as {' '.join(FILES)} are")
     try:
-        size = path.stat().st_size
-        reading.check_room(size, path)
+        reading.check_room(path.stat().st_size, path)
         points, triangles = reader(path, wanted)
     except OSError as e:
         raise DataError(f"{path}: cannot be read ({e.strerror})") from None

@@ -186,15 +186,18 @@ def read(path, *, points=None, columns=None, skip_bad=False, noise=0.0) -> OwnSe
     except OSError as e:
         names = "synthetic, mnist, modelnet, modelnet10, or a path"
         raise DataError(f"no data called {str(path)!r}: want {names} ({e.strerror})") from None
-    bad = Bad(path, skip_bad)
+    bad, suffix = Bad(path, skip_bad), path.suffix.lower()
     if path.is_dir():
         table = read_folder(path, columns, bad, max(MESH_POINTS, span(points or 1)[1]))
-    elif path.suffix.lower() in READERS:
+    elif path.is_file() and suffix in READERS:
         reading.check_room(there.st_size, path)
-        table = READERS[path.suffix.lower()](path, columns, bad)
+        try:
+            table = READERS[suffix](path, columns, bad)
+        except OSError as e:
+            raise DataError(f"{path}: cannot be read ({e.strerror})") from None
     else:
         hint = f"want a folder, or one of {' '.join(READERS)}"
-        raise DataError(f"{path}: {path.suffix or 'no suffix'} is no format of many sets: {hint}")
+        raise DataError(f"{path}: {suffix or 'no suffix'} is no format of many sets: {hint}")
     source = as_sets(table, path, float(noise))
     if not noise:
         note_repeats(source, path)
@@ -206,25 +209,44 @@ def as_sets(table, path, noise):
     count, names = len(table.names), [word(name) for name in table.names]
     classes, labels = ("all",), np.zeros(count, np.int64)
     if table.label is not None:
-        classes, labels = np.unique(table.label, return_inverse=True)
+        if table.label.size != count:
+            raise DataError(f"{path}: label is {table.label.shape}: want ({count},), one for each")
+        classes, labels = np.unique(table.label.ravel(), return_inverse=True)
         classes = tuple(word(c) for c in classes)
-    part = np.array(
-        [PARTS.get(str(p).lower(), "?") for p in table.split]
-        if table.split is not None
-        else [""] * count
-    )
+    start = np.concatenate([[0], np.cumsum(table.size)])
+    with np.errstate(over="ignore"):
+        points = table.points.astype(np.float32, copy=False)
+    if not (fine := np.isfinite(points).all(1)).all():
+        point = fine.argmin()
+        raise DataError(
+            f"{path}: {table.points[point].tolist()} is too large for float32: scale it"
+        )
+    more = (_context_of(table, names, path), table.times, table.frames, noise)
+    return OwnSets(points, start, labels, classes, _part_of(table, names, path), names, *more)
+
+
+def _part_of(table, names, path):
+    """The split of each set, "" if it has none."""
+    if table.split is None:
+        return np.full(len(names), "")
+    part = np.array([PARTS.get(str(p).lower(), "?") for p in table.split.ravel()])
     if (wrong := np.flatnonzero(part == "?")).size:
         fault = f"{str(table.split[wrong[0]])!r} of set {names[wrong[0]]!r}"
         raise DataError(f"{path}: split {fault} is not train, valid or test")
-    context = table.context
-    if context is not None:
-        context = np.asarray(context, np.float32).reshape(count, -1)
-        if not (fine := np.isfinite(context).all(1)).all():
-            name = names[fine.argmin()]
-            raise DataError(f"{path}: the context of set {name!r} is not finite numbers")
-    start = np.concatenate([[0], np.cumsum(table.size)])
-    more = (names, context, table.times, table.frames, noise)
-    return OwnSets(table.points.astype(np.float32, copy=False), start, labels, classes, part, *more)
+    return part
+
+
+def _context_of(table, names, path):
+    """What sets are conditioned on (N, c), float32, or None."""
+    if table.context is None:
+        return None
+    if table.context.dtype.kind not in "fiub":
+        raise DataError(f"{path}: context is {table.context.dtype}: want numbers")
+    context = table.context.astype(np.float32).reshape(len(names), -1)
+    if not (fine := np.isfinite(context).all(1)).all():
+        name = names[fine.argmin()]
+        raise DataError(f"{path}: the context of set {name!r} is not finite numbers")
+    return context
 
 
 def note_repeats(source, path, most=100_000):

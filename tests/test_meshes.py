@@ -1,5 +1,6 @@
 """support/meshes.py and support/reading.py: numbers, meshes and clouds in files."""
 
+import struct
 import time
 
 import numpy as np
@@ -8,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support import reading
-from support.meshes import read_off, surface_points
+from support.meshes import read_off, read_ply, surface_points
+from support.reading import DataError
 
 # ------------------------------------------------------------------------------- meshes
 decimal = st.one_of(
@@ -97,6 +99,49 @@ def test_surface_points_are_uniform_over_area():
     assert np.cov(x[~second][:, :2].T) == pytest.approx(
         np.array([[2, -1], [-1, 2]]) / 36, abs=0.003
     )
+
+
+@st.composite
+def ply_meshes(draw):
+    """A PLY mesh in some order of bytes, with its vertices and fanned triangles."""
+    v = np.array(draw(st.lists(st.tuples(*[st.integers(-99, 99)] * 3), min_size=3, max_size=9))) / 8
+    low, high = draw(st.sampled_from([(3, 3), (4, 4), (3, 6)]))
+    corner = st.integers(0, len(v) - 1)
+    faces = draw(st.lists(st.lists(corner, min_size=low, max_size=high), min_size=1, max_size=6))
+    order, flag = draw(st.sampled_from(["", "<", ">"])), draw(st.booleans())
+    kind = {"": "ascii", "<": "binary_little_endian", ">": "binary_big_endian"}[order]
+    lines = ["ply", f"format {kind} 1.0", "element start 1", "property uchar unused"]
+    lines += [f"element vertex {len(v)}", "property double x", "property short n"]
+    lines += ["property float y", "property float z", f"element face {len(faces)}"]
+    lines += ["property list uchar int vertex_indices"] + ["property float area"] * flag
+    end = draw(st.sampled_from(["\n", "\r\n"]))
+    head = (end.join([*lines, "end_header"]) + end).encode()
+    if order == "":
+        rows = ["7", *(f"{x} 5 {y} {z}" for x, y, z in v)]
+        rows += [" ".join(map(str, [len(f), *f])) + " 1.5" * flag for f in faces]
+        body = end.join(rows).encode()
+    else:
+        row = struct.Struct(f"{order}dhff")
+        body = b"\x07" + b"".join(row.pack(x, 5, y, z) for x, y, z in v)
+        for f in faces:
+            body += struct.pack(f"{order}B{len(f)}i", len(f), *f)
+            body += struct.pack(f"{order}f", 1.5) if flag else b""
+    return head + body, v, [(f[0], *f[i : i + 2]) for f in faces for i in range(1, len(f) - 1)]
+
+
+@given(ply_meshes())
+def test_every_kind_of_ply_gives_the_same_mesh(file):
+    data, vertices, triangles = file
+    v, f = read_ply(data, "some.ply")
+    np.testing.assert_array_equal(v, vertices)
+    assert f.tolist() == [list(row) for row in triangles]
+
+
+@given(ply_meshes().filter(lambda file: b"binary" in file[0]), st.floats(0, 1, exclude_max=True))
+def test_a_binary_ply_cut_anywhere_is_refused(file, share):
+    whole = file[0]
+    with pytest.raises(DataError, match=r"^some\.ply, (line 1|offset)"):
+        read_ply(whole[: int(share * len(whole))], "some.ply")
 
 
 def test_progress_tells_the_time_left(monkeypatch, capsys):
