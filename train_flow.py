@@ -357,7 +357,8 @@ def start(args, model, train):
         new = [name for name in ("fine", "cells") if not before.get(name)]  # start without effect
         training.load_best(model, args.finetune, [f"blocks.0.field.{name}." for name in new])
     elif args.objective == "matching":
-        x, mask, _ = train.draw(np.arange(min(len(train), 2000)))
+        some = train.some(2000)
+        x, mask, _ = some.draw(np.arange(len(some)))
         try:
             model.standardise(*(None if a is None else torch.from_numpy(a) for a in (x, mask)))
         except ValueError as e:

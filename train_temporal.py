@@ -350,7 +350,7 @@ def measure_recognition(model, classifier, split, args, world):
         x = data.rotate_clockwise(x.cpu().numpy(), back) / 2 + 0.5
         return classifier(torch.from_numpy(x).to(world.device)).argmax(-1)
 
-    for x, _, label, t in shared_batches(split, args, world, "recognition"):
+    for x, _, label, t, _ in shared_batches(split, args, world, "recognition"):
         made = model.reconstruct(x, t, args.times, **moving(args, draws))
         given, made, true = labels(x), labels(made), digits.to(label.device)[label, None]
         pairs = ((made, given), (made, true), (given, true))

@@ -19,6 +19,7 @@ from report import machine, table, write_section
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import data
 from sets import AttentionField, DeepSetsField
+from support import meshes
 
 
 def seconds(*calls, repeat=7):
@@ -48,9 +49,9 @@ def mnist(root):
     return data.Split(source, np.arange(len(labels)), labels, digits, 50), origin
 
 
-def training_step(field, x):
+def training_step(field, x, mask=None):
     """One evaluation of one block and its gradient: no step of training can be cheaper."""
-    field(torch.tensor(0.5), x).square().mean().backward()
+    field(torch.tensor(0.5), x, mask).square().mean().backward()
 
 
 def batch_rows(split):
@@ -94,7 +95,7 @@ def read_by_line(path):
 
 def sample(mesh, count=2048):
     v, f = mesh
-    return data.surface_points(v.take(f, 0)[None], np.random.default_rng(0).random((1, count, 3)))
+    return meshes.surface_points(v.take(f, 0)[None], np.random.default_rng(0).random((1, count, 3)))
 
 
 def mesh_rows(folder):
@@ -102,12 +103,12 @@ def mesh_rows(folder):
     for faces in (1000, 10000, 100000):
         path = folder / f"{faces}.off"
         write_mesh(path, faces)
-        mesh = data.read_off(path.read_bytes(), path)
+        mesh = meshes.read_off(path.read_bytes(), path)
         assert all((a == b).all() for a, b in zip(mesh, read_by_line(path)))
         ours, theirs, both, rival, sampled = seconds(
-            lambda p=path: data.read_off(p.read_bytes(), p),
+            lambda p=path: meshes.read_off(p.read_bytes(), p),
             lambda p=path: read_by_line(p),
-            lambda p=path: sample(data.read_off(p.read_bytes(), p)),
+            lambda p=path: sample(meshes.read_off(p.read_bytes(), p)),
             lambda p=path: sample(read_by_line(p)),
             lambda m=mesh: sample(m),
         )
@@ -115,6 +116,61 @@ def mesh_rows(folder):
             times = f"{b / a:.1f} times as fast as line by line ({1e3 * b:.1f} ms)"
             yield [f"{what} OFF, {faces} faces", f"{1e3 * a:.1f} ms", times]
         yield [f"2,048 points of {faces} faces once read", f"{1e3 * sampled:.1f} ms", ""]
+
+
+def write_clouds(folder, count=10_000, points=2048):
+    """A folder of binary PLY files."""
+    head = f"ply\nformat binary_little_endian 1.0\nelement vertex {points}\nproperty float x\n"
+    head = (head + "property float y\nproperty float z\nend_header\n").encode()
+    rng = np.random.default_rng(0)
+    for i in range(count):
+        x = rng.normal(size=(points, 3)).astype("<f4")
+        (folder / f"{i:05d}.ply").write_bytes(head + x.tobytes())
+
+
+def write_ragged(path, count=4000, low=128, high=512):
+    """Sets of very different sizes in one file, and as many of equal sizes beside it."""
+    rng = np.random.default_rng(0)
+    size = rng.integers(low, high + 1, count)
+    points = rng.normal(size=(size.sum(), 3)).astype(np.float32)
+    np.savez(path, points=points, set=np.repeat(np.arange(count), size))
+    equal = path.with_name("equal.npz")
+    np.savez(equal, x=rng.normal(size=(count, int(size.mean()), 3)).astype(np.float32))
+    return str(path), str(equal)
+
+
+def own_rows(folder):
+    """Reading a folder of clouds; ragged batches against equal ones with as many points."""
+    (folder / "clouds").mkdir()
+    write_clouds(folder / "clouds")
+    (spent,) = seconds(lambda: data.load(str(folder / "clouds")), repeat=1)
+    yield ["a folder of 10,000 binary PLY files of 2,048 points", f"{spent:.1f} s", "at most 20 s"]
+    ragged, equal = (data.load(path).train for path in write_ragged(folder / "ragged.npz"))
+    a, b = (data.batches(split, 64) for split in (ragged, equal))
+    drawn, rival = seconds(lambda: next(a), lambda: next(b), repeat=20)
+    yield [
+        "batch: own sets of 128 to 512 points, 64 sets",
+        f"{1e3 * drawn:.1f} ms",
+        f"equal sizes: {1e3 * rival:.1f} ms",
+    ]
+    batches = [batch for batch, _ in zip(data.batches(ragged, 32), range(4))]
+    fields = {"deepsets": DeepSetsField(3), "attention": AttentionField(3)}
+    for name, field in fields.items():
+        ours = theirs = 0.0
+        for batch in batches:
+            n = round(batch.mask.sum().item() / 32)
+            x = torch.randn(32, n, 3)
+            one, other = seconds(
+                lambda b=batch, f=field: training_step(f, b.x, b.mask),
+                lambda x=x, f=field: training_step(f, x),
+                repeat=3,
+            )
+            ours, theirs = ours + one, theirs + other
+        yield [
+            f"a step of {name} on ragged batches",
+            f"{1e3 * ours / 4:.1f} ms",
+            f"{ours / theirs:.2f} of equal sizes with as many points",
+        ]
 
 
 def main(argv=None):
@@ -134,6 +190,7 @@ def main(argv=None):
     rows += batch_rows(split)
     with tempfile.TemporaryDirectory() as folder:
         rows += mesh_rows(Path(folder))
+        rows += own_rows(Path(folder))
     text = table(["data, one thread", "time", ""], rows)
     print(text)
     notes = (

@@ -145,7 +145,7 @@ def classification(args):
     """The section's text."""
     batch, points = args.batch or 64, args.points or 100
     split = data.load("synthetic", task="classify", points=points).train
-    x, _, label, _ = next(data.batches(split, batch))
+    x, _, label, *_ = next(data.batches(split, batch))
     rows = [
         row
         for field in ("deepsets", "attention")

@@ -16,12 +16,12 @@ drawn several times larger, then averaged over boxes.
 import functools
 import itertools
 import math
-import os
 import struct
 import zlib
-from pathlib import Path
 
 import numpy as np
+
+from support.files import write_whole
 
 COLOURS = {
     "blue": (36, 99, 168),
@@ -82,19 +82,13 @@ def _encode(frames):
 
 
 def _write(path, chunks):
-    """Write a PNG under a temporary name beside `path`, then rename it."""
-    path = Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(part, "wb") as file:
-            file.write(b"\x89PNG\r\n\x1a\n")
-            for kind, data in chunks:
-                crc = zlib.crc32(kind + data)
-                file.write(struct.pack(">I", len(data)) + kind + data + struct.pack(">I", crc))
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    def save(file):
+        file.write(b"\x89PNG\r\n\x1a\n")
+        for kind, data in chunks:
+            crc = zlib.crc32(kind + data)
+            file.write(struct.pack(">I", len(data)) + kind + data + struct.pack(">I", crc))
+
+    write_whole(path, save)
 
 
 # ------------------------------------------------------------------------------- ink

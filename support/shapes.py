@@ -15,7 +15,7 @@ from support.meshes import surface_points
 
 # ------------------------------------------------------------------------------- randomness
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-TRAIN, VALID, TEST, ORDER, TWINS, SHAPE = range(6)  # what a stream of random numbers is for
+TRAIN, VALID, TEST, ORDER, TWINS, SHAPE, SOME = range(7)  # what a stream of random numbers is for
 
 
 def mix(z):
