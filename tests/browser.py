@@ -7,11 +7,14 @@ import re
 import shutil
 import subprocess
 import tempfile
+import urllib.error
 import urllib.request
 from pathlib import Path
 
-FLAGS = """--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run
-    --disable-background-networking --disable-component-update --disable-sync""".split()
+FLAGS = [
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+]
 
 
 def missing():
@@ -20,7 +23,7 @@ def missing():
 
 
 class Browser:
-    """One window; `console` holds what pages have logged."""
+    """One window of a browser."""
 
     def __init__(self, port, options):
         self.base = f"http://127.0.0.1:{port}/session"
@@ -51,24 +54,34 @@ class Browser:
         """What the body of a function returns in the page, its promise awaited."""
         return self.post("/execute/sync", script=script, args=list(args))
 
-    def act(self, kind, *actions, ident="one", **settings):
-        source = {"type": kind, "id": ident, "actions": list(actions)}
-        self.post("/actions", actions=[source | ({"parameters": settings} if settings else {})])
+    def act(self, *sources):
+        """Input from sources (type, parameters, actions) at the same time."""
+        named = [
+            {"type": kind, "id": f"{kind} {parameters} {i}"}
+            | {"parameters": parameters, "actions": actions}
+            for i, (kind, parameters, actions) in enumerate(sources)
+        ]
+        self.post("/actions", actions=named)
 
-    def drag(self, x, y, dx, dy, pointer="mouse"):
-        """Press at (x, y) of the window, move and let go."""
-        to = {"type": "pointerMove", "duration": 0}
-        press, release = ({"type": kind, "button": 0} for kind in ("pointerDown", "pointerUp"))
-        start, end = to | {"x": x, "y": y}, to | {"x": x + dx, "y": y + dy, "duration": 50}
-        self.act("pointer", start, press, end, release, ident=pointer, pointerType=pointer)
+    def drag(self, *ways, pointer="mouse"):
+        """Press, move and let go, with a pointer for each way (x, y, dx, dy) in the window."""
+
+        def strokes(x, y, dx, dy):
+            move = {"type": "pointerMove", "duration": 50}
+            yield move | {"x": x, "y": y}
+            yield {"type": "pointerDown", "button": 0}
+            yield move | {"x": x + dx, "y": y + dy}
+            yield {"type": "pointerUp", "button": 0}
+
+        self.act(*(("pointer", {"pointerType": pointer}, list(strokes(*way))) for way in ways))
 
     def press(self, *keys):
-        downs = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
-        self.act("key", *downs, ident="keys")
+        strokes = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
+        self.act(("key", {}, strokes))
 
     def scroll(self, x, y, by):
-        move = {"type": "scroll", "x": x, "y": y, "deltaX": 0, "deltaY": by, "duration": 0}
-        self.act("wheel", move, ident="wheel")
+        turn = {"type": "scroll", "x": x, "y": y, "deltaX": 0, "deltaY": by, "duration": 0}
+        self.act(("wheel", {}, [turn]))
 
     def emulate(self, command, **params):
         self.post("/goog/cdp/execute", cmd=f"Emulation.{command}", params=params)
@@ -98,7 +111,9 @@ def chromium():
         options["args"] = [*FLAGS, f"--user-data-dir={profile}", "--window-size=1280,900"]
         driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
-            port = next(m[1] for line in driver.stdout if (m := re.search(r"on port (\d+)\.", line)))
+            port = next(
+                m[1] for line in driver.stdout if (m := re.search(r"on port (\d+)\.", line))
+            )
             browser = Browser(port, options)
             try:
                 yield browser
