@@ -389,10 +389,10 @@ def test_series_wear_the_boxes_of_the_paper_at_their_times(window, see):
         found.append((page.run("return cells[1].figure.className"), *page.words()))
         window.press(RIGHT)
     assert found == [
-        ("", "one · given · t = 0", "one · model · t = 0"),
-        ("red", "one · given · t = 0", "one · model · t = 0.5 · interpolated"),
-        ("", "one · given · t = 1", "one · model · t = 1"),
-        ("green", "one · given · t = 1", "one · model · t = 1.5 · extrapolated"),
+        ("", "one · given\nt = 0", "one · model\nt = 0"),
+        ("red", "one · given\nt = 0", "one · model\nt = 0.5 · interpolated"),
+        ("", "one · given\nt = 1", "one · model\nt = 1"),
+        ("green", "one · given\nt = 1", "one · model\nt = 1.5 · extrapolated"),
     ]
     assert page.words("#legend span") == ["interpolated", "extrapolated"]
 
@@ -416,7 +416,7 @@ def test_colour_is_by_depth_by_log_density_or_by_label(see):
 
 def test_labels_true_and_predicted_are_told_apart(see):
     page = see([Cloud(normal(9, 3), label="cup", predicted=p) for p in ("cup", "bowl")])
-    assert page.words() == ["cup · ✓ predicted cup", "cup · ✗ predicted bowl"]
+    assert page.words() == ["cup\n✓ predicted cup", "cup\n✗ predicted bowl"]
     assert page.words(".wrong") == ["✗ predicted bowl"]
 
 
@@ -468,8 +468,8 @@ def test_pages_of_odd_sets_open(see):
         normal(9, 1, 5),
     ]
     page = see([*odd, np.array([[1e300, 0], [0, 1.0]])])
-    assert page.words()[0] == ""
-    assert "no points" in page.words()
+    assert page.words()[0] == "\n"
+    assert "\nno points" in page.words()
     assert page.run("return cells.every(c => c.canvas.width > 0)")
     assert page.run("return document.documentElement.scrollWidth <= innerWidth")
 
