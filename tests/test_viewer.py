@@ -351,6 +351,8 @@ def test_playing_moves_points_and_pausing_stops_them(window, see):
     page = see([Cloud(frames), Cloud(frames[0])])
     end, still = page.pixels(), page.pixels(1)
     assert page.words("output") == ["t = 1"]
+    assert page.run("play(); return step") == 0  # from the end, at once
+    page.run("play()")
     window.press(" ")
     seen = set()
     wait_for(lambda: seen.add(page.pixels()) or len(seen) > 3)
@@ -397,6 +399,14 @@ def test_series_wear_the_boxes_of_the_paper_at_their_times(window, see):
     assert page.words("#legend span") == ["interpolated", "extrapolated"]
 
 
+def test_sections_with_other_times_play_side_by_side(see):
+    sets = [Cloud(normal(n, 9, 2), section=str(n), times=range(n)) for n in (3, 5)]
+    page = see([*sets, normal(9, 2)])
+    page.run("show(2)")
+    assert page.words("output") == ["50 %"]
+    assert page.words() == ["\nt = 1", "\nt = 2", "\n"]
+
+
 def test_colour_is_by_depth_by_log_density_or_by_label(see):
     x = normal(60, 3)
     words = [("a", 1.0), ("b", 1.0), ("a", 2.0), (None, float("nan"))]
@@ -408,7 +418,9 @@ def test_colour_is_by_depth_by_log_density_or_by_label(see):
         return [seen.index(pixels) for pixels in seen]
 
     assert colours("kind") == [0, 0, 0, 0]
+    plain = page.pixels(3)
     assert colours("density") == [0, 0, 2, 3]
+    assert page.pixels(3) == plain
     assert page.run("return document.querySelector('#legend').textContent") == "12 nats per point"
     assert colours("label") == [0, 1, 0, 3]
     assert page.words("#legend span") == ["a", "b"]
@@ -472,6 +484,26 @@ def test_pages_of_odd_sets_open(see):
     assert "\nno points" in page.words()
     assert page.run("return cells.every(c => c.canvas.width > 0)")
     assert page.run("return document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_points_that_are_not_there_are_not_drawn_however_far_one_zooms_out(window, see):
+    x = normal(6, 3)
+    page = see([x, np.r_[x, np.full((2, 3), np.nan)]])
+    window.press(*"----------")
+    assert page.pixels(0) == page.pixels(1)
+
+
+def test_many_points_are_drawn_coarsely_only_while_they_move(window, see):
+    page = see([normal(20_000, 3) for _ in range(3)])
+    width = "return cells[0].canvas.width"
+    page.pixels()
+    fine = page.run(width)
+    page.run("moving = true; change()")
+    page.pixels()
+    assert page.run(width) == pytest.approx(fine / 2, abs=1)
+    window.drag((*centre(page), 9, 9))
+    page.pixels()
+    assert page.run(width) == fine
 
 
 def test_what_is_out_of_sight_is_drawn_when_it_comes_into_sight(see):
