@@ -91,6 +91,14 @@ def test_the_window_holds_most_sets_though_one_diverged(tmp_path):
     assert not any(shown["note"] for shown in section["sets"][:-1])
 
 
+def test_a_few_points_on_either_side_stay_in_the_window(tmp_path):
+    for side in (-3.0, 3.0):
+        x = np.r_[0.1 * normal(96, 1), np.full((4, 1), side)]
+        (section,) = page_of(tmp_path, [x])["sections"]
+        assert section["half"] > 2.5
+        assert not section["sets"][0]["note"]
+
+
 @pytest.mark.parametrize("x", [np.zeros((1, 3)), np.full((1, 2), 1e308), np.full((4, 3), np.nan)])
 def test_a_window_of_no_size_becomes_one(tmp_path, x):
     (section,) = page_of(tmp_path, [x])["sections"]
