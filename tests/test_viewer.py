@@ -75,12 +75,12 @@ def test_coordinates_are_those_given_to_a_part_of_the_window(
 
 def test_points_that_are_not_finite_or_too_far_are_left_out_and_counted(tmp_path):
     x = normal(100, 3)
-    x[3], x[5, 1], x[7], x[9, 0] = np.nan, np.inf, 1e300, -1e5
+    x[3], x[5, 1], x[7], x[9, 0], x[11, 2] = np.nan, np.inf, 1e300, -1e5, 36
     (section,) = page_of(tmp_path, [x])["sections"]
     found = coordinates(section, section["sets"][0])[0]
-    assert np.flatnonzero(np.isnan(found).any(-1)).tolist() == [3, 5, 7, 9]
-    assert section["sets"][0]["note"] == "2 not finite, 2 too far"
-    assert section["half"] < 8
+    assert np.flatnonzero(np.isnan(found).any(-1)).tolist() == [3, 5, 7, 9, 11]
+    assert section["sets"][0]["note"] == "2 not finite, 3 too far"
+    assert 36 / 8 < section["half"] < 36 / 4
 
 
 def test_the_window_holds_most_sets_though_one_diverged(tmp_path):
