@@ -326,19 +326,22 @@ class SetFlow(nn.Module):
         return base_log_prob(z, mask) + log_det
 
     @torch.no_grad()
-    def sample(self, sets, points, generator=None, context=None, solver=None, progress=iter):
-        """`(sets, points, dim)` from the model; any number of points."""
+    def sample(
+        self, sets, points, generator=None, context=None, mask=None, solver=None, progress=iter
+    ) -> Tensor:
+        """`(sets, points, dim)` from the model; any number of points, or ragged sets by a mask."""
         check_counts(sets=sets, points=points)
         z = normal((sets, points, self.dim), self.mean, generator)
-        return self.decode_pieces(z, context, solver, progress)
+        return self.decode_pieces(keep(z, mask), mask, context, solver, progress)
 
-    def decode_pieces(self, z, context=None, solver=None, progress=iter):
+    def decode_pieces(self, z, mask=None, context=None, solver=None, progress=iter):
         """As decode, about PIECE points at a time; `progress` wraps the list of pieces."""
         size = max(1, PIECE // z.shape[-2])
-        parts = z.split(size)
-        contexts = [None] * len(parts) if context is None else context.split(size)
-        pieces = progress(list(zip(parts, contexts)))
-        return torch.cat([self.decode(z, None, context, solver) for z, context in pieces])
+        parts = [
+            [None] * len(z.split(size)) if a is None else a.split(size) for a in (mask, context)
+        ]
+        pieces = progress(list(zip(z.split(size), *parts)))
+        return torch.cat([self.decode(*piece, solver) for piece in pieces])
 
 
 # -------------------------------------------------------------------------------- sets over time
@@ -464,7 +467,7 @@ class TemporalSetVAE(nn.Module):
         z = self.latents(z0, t, solver)
         y = normal((len(z), 1 if continuous else z.shape[1], points, self.dim), z, generator)
         y = y.expand(-1, z.shape[1], -1, -1).flatten(0, 1)
-        x = self.decoder.decode_pieces(y, z.flatten(0, 1), solver, progress)
+        x = self.decoder.decode_pieces(y, None, z.flatten(0, 1), solver, progress)
         return x.unflatten(0, z.shape[:2])
 
     @torch.no_grad()
@@ -516,8 +519,11 @@ CLASSIFIERS = {  # the rows of Table 1
 }
 
 
-def build(config, dim, classes=None) -> nn.Module:
-    """The model that the options of a run describe, for points in `dim` dimensions."""
+def build(config, dim, classes=None, context=0) -> nn.Module:
+    """The model that the options of a run describe, for points in `dim` dimensions.
+
+    classes: of a classifier; context: numbers per set that a flow is conditioned on.
+    """
     if "model" in config:
         return CLASSIFIERS[one_of("model", config["model"], CLASSIFIERS)](dim, classes)
     if "decoder" in config:
@@ -531,7 +537,8 @@ def build(config, dim, classes=None) -> nn.Module:
         views = {name: config.get(name, 0) for name in ("fine", "cells")}
         shape = dict(zip(("width", "layers"), one_width(how["hidden"])))
         how["field"] = partial(TransformerField, **shape, heads=how["heads"], end=0.5, **views)
-    return SetFlow(dim, t1=0.5, rtol=config["tolerance"], atol=config["tolerance"], **how)
+    how |= {"rtol": config["tolerance"], "atol": config["tolerance"]}
+    return SetFlow(dim, t1=0.5, context=context, **how)
 
 
 def load(run) -> nn.Module:

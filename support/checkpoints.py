@@ -146,7 +146,7 @@ def look(args, out):
     config = configuration(args)
     there = {path.name for path in out.iterdir() if not path.is_dir()}
     there = {name for name in there if not name.endswith(".part")}
-    if there <= {"config.json"}:  # nothing has been trained here yet
+    if there <= {"config.json", "sets.json"}:  # nothing has been trained here yet
         write_json(out / "config.json", config)
     elif "config.json" not in there:
         raise UsageError(f"--out {out} is not empty, and no run: name another directory")

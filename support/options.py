@@ -92,10 +92,18 @@ def path(text):
 def shared(description, name, epochs, batch_size, every=None):
     """A parser with the options that all experiments share."""
     parser = Parser(description)
-    add, sources = parser.group("data"), ("synthetic", "mnist", "modelnet", "modelnet10")
-    help = "Which sets to read; synthetic ones are built in."
-    add("--data", choices=sources, default="synthetic", help=help)
+    add = parser.group("data")
+    help = "Which sets to read: synthetic, which is built in, mnist, modelnet, modelnet10, or the"
+    help += " path of a file or folder with your own."
+    add("--data", type=path, default="synthetic", metavar="NAME|PATH", help=help)
     add("--root", type=path, default="data", help="Folder with the downloaded data.")
+    help = "Names of the columns of your own table, such as set=event,x=px,y=py,label=kind."
+    add("--columns", metavar="A=B,C=D", help=help)
+    help = "Leave out files of your own that cannot be read, and say how many."
+    add("--skip-bad", action="store_true", help=help)
+    help = "Standard deviation of Gaussian noise added to your own points: without it, rounded or"
+    help += " repeated coordinates have no density."
+    add("--noise", type=number(float, 0, below=1e30), default=0.0, help=help)
     add = parser.group("training")
     add("--cuda", action="store_true", help="Train on a GPU.")
     add("--out", type=path, default=f"runs/{name}", help="Folder of the run.")
@@ -134,6 +142,11 @@ def refuse(parser, args, names, why):
     for name in names:
         if getattr(args, name) != parser.get_default(name):
             parser.error(f"--{name.replace('_', '-')} {why}")
+
+
+def own_data(args):
+    """What data.load reads of the options for a person's own sets."""
+    return {"columns": args.columns, "skip_bad": args.skip_bad, "noise": args.noise}
 
 
 # ------------------------------------------------------------------------ the options of a run
