@@ -4,7 +4,7 @@
     Sec. 4.3  SpatialMNIST, ModelNet40    load(task="flow"), spatial_mnist, modelnet_sets
     Table 2   units of PPLL               Split.log_unit (add it to log p / n), Split.noise
     Sec. 4.4  rotating SpatialMNIST       load(task="temporal"), rotate_clockwise, Rotating
-    App. C    sizes of sets and batches   POINTS; batches
+    App. C    sizes of sets and batches   POINTS; Split, batches (support/splits.py)
 
 Shapes: x is `(B, n, d)`, B sets of n points, float32 (`(B, T, n, d)` for series); mask is
 `(..., n)`, True where a point exists, or None when all do. y and z point up.

@@ -419,12 +419,12 @@ def furniture(first, count, draw):
 
 
 def test_test_shapes_drawn_anew_in_training_are_twins_and_others_are_not():
-    train, test = furniture(0, 60, draw=0), furniture(100, 24, draw=0)
-    test[:12] = furniture(20, 12, draw=1)
+    train, test = furniture(0, 40, draw=0), furniture(100, 16, draw=0)
+    test[:8] = furniture(20, 8, draw=1)
     twins = modelnet.find_twins(train, test)
-    assert twins[:12].sum() >= 10
-    assert not twins[12:].any()
-    assert modelnet.find_twins(train, train).all()
+    assert twins[:8].sum() >= 7
+    assert not twins[8:].any()
+    assert modelnet.find_twins(train, train[:4]).all()
 
 
 def write_chair(path, number, shift=0, order=slice(None)):
@@ -452,10 +452,9 @@ def test_a_shifted_copy_with_other_triangles_is_a_twin_and_stays_in_the_split(tm
 
 
 @needs_modelnet
-@pytest.mark.parametrize(("category", "low", "high"), [("airplane", 14, 26), ("chair", 7, 11)])
-def test_about_as_many_twins_are_found_as_independent_draws_of_the_meshes_show(category, low, high):
-    splits = data.load("modelnet", REAL, category=category)
-    assert low <= splits.test.twins.sum() <= high  # ../shared/reference.md: 16 of 87, 9 of 99
+def test_about_as_many_twins_are_found_as_independent_draws_of_the_meshes_show():
+    splits = data.load("modelnet", REAL, category="chair")
+    assert 7 <= splits.test.twins.sum() <= 11  # ../shared/reference.md: 9 of 99
 
 
 @needs_modelnet

@@ -267,6 +267,28 @@ def test_named_splits_are_kept_and_missing_ones_held_out(tmp_path, capsys):
     assert "7 of 8 test sets are identical to a training set" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("parts", "sizes"),
+    [
+        ("train train test", [1, 1, 1]),
+        ("train train valid", [1, 1, 1]),
+        ("train valid test", [1, 1, 1]),
+        ("train train train", [1, 1, 1]),
+        ("train test test", None),
+        ("train valid valid", None),
+        ("train train valid valid", [1, 2, 1]),
+    ],
+)
+def test_as_few_sets_as_can_be_split_are_split(tmp_path, parts, sizes):
+    parts = np.array(parts.split())
+    path, _ = save_ragged(tmp_path / "a.npz", len(parts), split=parts)
+    if sizes is None:
+        with pytest.raises(DataError, match="1 sets cannot be split"):
+            data.load(path)
+    else:
+        assert [len(s) for s in data.load(path)] == sizes
+
+
 def test_sizes_of_sets_are_told_by_class(tmp_path):
     label = np.array(["a", "b"] * 20)
     path, sets = save_ragged(tmp_path / "a.npz", label=label)

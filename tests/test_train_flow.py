@@ -62,8 +62,8 @@ def test_the_reported_likelihood_is_the_model_s_own(runs):
     for out, results in runs.values():
         args = train_flow.parse(["--load", str(out), "--evaluate"])
         model, solver = exnode.load(out), train_flow.dopri5(args)
-        test = data.load(points=5, seed=0).test
-        x = torch.from_numpy(test.draw(np.arange(20) * 50)[0])  # evenly spaced among 1000
+        test = data.load(points=5, seed=0).test.some(20)
+        x = torch.from_numpy(test.draw(np.arange(20))[0])
         with torch.no_grad():
             log_p = model.log_prob(x, trace="exact", solver=solver)
             ppll = log_p.double() / 5 + test.log_unit
@@ -82,7 +82,9 @@ def test_matching_standardises_the_data_and_likelihood_leaves_them_as_in_the_pap
     )
     assert mean["likelihood"].eq(0).all()
     assert std["likelihood"].eq(1).all()
-    x = torch.from_numpy(data.load(points=5).train.draw(np.arange(2000))[0]).flatten(0, 1)
+    x = torch.from_numpy(data.load(points=5).train.some(2000).draw(np.arange(2000))[0]).flatten(
+        0, 1
+    )
     torch.testing.assert_close(mean["matching"], x.mean(0))
     torch.testing.assert_close(std["matching"], x.std(0, correction=0))
 
