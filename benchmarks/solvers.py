@@ -1,4 +1,4 @@
-"""Our solvers against torchdiffeq's, in one run: same field, same tolerance, alternating order.
+"""Our solvers against torchdiffeq, zuko and torchode: same field and tolerance, alternating.
 
 python benchmarks/solvers.py      prints the tables and writes them into benchmarks/RESULTS.md
 
@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torchdiffeq
 from report import machine, medians, table, write_section
+from rivals import LIBRARIES
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -96,10 +97,10 @@ def forward_rows(name):
     exact = solvers.odeint(field.double(), y0.double(), t.double(), rtol=1e-10, atol=1e-10)[-1]
     field.float()
     calls, rows = {}, {}
-    for label, solver in (("torchdiffeq", torchdiffeq.odeint), ("ours", solvers.odeint)):
-        calls[label] = lambda s=solver: s(field, y0, t, rtol=tol, atol=tol)
+    for label, solver in LIBRARIES.items():
+        calls[label] = lambda s=solver: s(field, y0, *t.tolist(), tol)
         field.nfe = 0
-        error = relative([calls[label]()[-1]], [exact])
+        error = relative([calls[label]()], [exact])
         rows[label] = [f"{name}, forward", label, field.nfe, f"{error:.1e}"]
     times = medians(calls, repeats)
     for label, row in rows.items():
@@ -183,9 +184,9 @@ def measure_peak(name, label, steps):
     else:
         field, y0, t, tol, _ = make(name)
     if label.endswith("forward"):
-        solver = torchdiffeq.odeint if "torchdiffeq" in label else solvers.odeint
+        solver = LIBRARIES[label.removesuffix(", forward")]
         field.requires_grad_(False)
-        call = lambda f, y, n: solver(f, y, n, rtol=tol, atol=tol)  # noqa: E731
+        call = lambda f, y, n: solver(f, y, *n.tolist(), tol)  # noqa: E731
     else:
         solver, more = GRADIENTS[label]
         keywords = {"rtol": tol, "atol": tol, **keywords, **more}
@@ -203,7 +204,22 @@ def high_water():
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
+def check_agreement():
+    """Results and gradients are those of torchdiffeq, whichever of the two is imported."""
+    field = MLP().double()
+    t, y0 = torch.tensor([1, 0.25, 0], dtype=torch.float64), torch.randn(64, 2, dtype=torch.float64)
+    for name in ("odeint", "odeint_adjoint"):
+        for method, options in (("dopri5", {}), ("rk4", {"step_size": 0.01})):
+            how = {"rtol": 1e-9, "atol": 1e-9, "method": method, "options": options}
+            found = []
+            for library in (solvers, torchdiffeq):
+                ys = getattr(library, name)(field, y0.clone().requires_grad_(), t, **how)
+                found.append((ys, *torch.autograd.grad(ys.square().sum(), [*field.parameters()])))
+            torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
+
+
 def main():
+    check_agreement()
     columns = ["problem", "solver", "time ratio", "time", "f calls", "error", "gradient error"]
     rows = []
     for name in ("mlp", "attention"):
