@@ -29,7 +29,7 @@ Departures from the paper
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -177,6 +177,26 @@ class Solid(Source):
         return float(np.mean(SIGMA / np.concatenate(scale), dtype=np.float64))
 
 
+@dataclass(frozen=True)
+class AsModelnet(Source):
+    """A person's own clouds, prepared as those of ModelNet are."""
+
+    own: own_sets.OwnSets
+    dim = 3
+    names = property(lambda self: self.own.names)
+    context = property(lambda self: self.own.context)
+
+    def sizes(self, index, most):
+        return self.own.sizes(index, most)
+
+    def draw(self, index, low, high, spare, words):
+        x, mask = self.own.draw(index, low, high, spare, words)
+        for i in range(len(x)):
+            here = slice(None) if mask is None else mask[i]
+            x[i, here] = modelnet.unit_radius(x[i, here][None], self.names[index[i]])[0]
+        return modelnet_sets(x, Random(index, *words), mask), mask
+
+
 def stored_cloud(clouds):
     """A function (index, n, rng) → (B, n, 3): n different ones of a cloud's m points (N, m, 3)."""
 
@@ -255,6 +275,19 @@ def load(
     index, held = hold_out(train.ids, valid, seed)
     every = np.arange(len(test.labels))
     return Splits(split(train, index, TRAIN), split(train, held, VALID), split(test, every, TEST))
+
+
+def load_all(path, like, *, points=None, **own) -> Split:
+    """All sets at a path as one split, to score them by a model of the sets called `like`.
+
+    Clouds are prepared as ModelNet's are, if those are called for; all else stays as in the file.
+    """
+    split = own_sets.load_all(path, points=points, **own)
+    if like not in ("modelnet", "modelnet40", "modelnet10"):
+        return split
+    if split.dim != 3:
+        raise DataError(f"{path}: points in {split.dim}-D, not in 3-D as those of {like}")
+    return replace(split, source=AsModelnet(split.source))
 
 
 NAMES = ("synthetic", "mnist", "modelnet", "modelnet40", "modelnet10")

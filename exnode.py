@@ -556,6 +556,15 @@ def load(run) -> nn.Module:
         raise ValueError(f"{path}: damaged, or not of this program ({why})") from None
 
 
+def context_of(config, weights):
+    """Numbers per set that a flow is conditioned on: what its first layer reads beside (x, t)."""
+    if not config.get("condition"):
+        return 0
+    layers = {"attention": "q.extra", "deepsets": "network.extra", "transformer": "condition.0"}
+    width = weights[f"blocks.0.field.{layers[config['field']]}.weight"].shape[1]
+    return width - (9 if config["field"] == "transformer" else config["time"])
+
+
 def restore(config, weights):
     """The model of a run with its weights, whose shapes tell the dimensions and classes."""
     if "model" in config:
@@ -563,7 +572,7 @@ def restore(config, weights):
         dim = weights[first.get(config["model"], "expand.0") + ".weight"].shape[1]
     else:
         dim = len(weights["decoder.mean" if "decoder" in config else "mean"])
-    model = build(config, dim, classes=len([*weights.values()][-1]))
+    model = build(config, dim, len([*weights.values()][-1]), context_of(config, weights))
     # moments are a part of training only: beyond/matching.py
     model.load_state_dict({k: v for k, v in weights.items() if not k.startswith("moments.")})
     return model

@@ -37,24 +37,27 @@ Departures from the paper
 import math
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 import data
 import exnode
 from beyond.matching import COUPLINGS, matching_loss
 from sets import count
 from solvers import METHODS, SolverError, Stats
-from support import metrics, options, pictures, training
+from support import metrics, options, own_sets, pictures, training
 from support.files import write_whole
 
 FIELDS = ("attention", "deepsets", "transformer")
 INTERVALS = 10  # of the run, each with half the learning rate of the one before
 VALID_POINTS = 6400  # points, of all sets together, in an evaluation
 SCORE_SETS = 1000  # samples that are scored at the end
+UNIT_SETS = 2000  # training sets that give a flow its units
 CHECKED_SETS = 8  # test sets that are solved once more, at a hundredth of the tolerance
 ADVICE = "on a CPU, --objective matching trains the same model without a solver in the loop"
 ONLY_WITH = {  # options that would otherwise do nothing
@@ -73,7 +76,7 @@ ONLY_WITH = {  # options that would otherwise do nothing
 TRAINING = (
     "objective", "finetune", "gradient", "method", "steps", "coupling", "finest", "spare", "clip",
 )  # fmt: skip
-MODEL_OPTIONS = ("blocks", "hidden", "heads", "field", "time", "fine", "cells")
+MODEL_OPTIONS = ("blocks", "hidden", "heads", "field", "time", "fine", "cells", "condition")
 
 
 def parse(argv=None):
@@ -87,6 +90,8 @@ def parse(argv=None):
     add("--category", help=help)
     help = "Number of test sets that are read at the end; if not given, all."
     add("--test-sets", type=number(int, 2), help=help)
+    help = "Condition the flow on the label of a set, or on the context that your own sets have."
+    add("--condition", choices=("label", "context"), help=help)
     add = parser.group("the model of the paper")
     help = "Vector field of each block; the transformer is ours."
     add("--field", choices=FIELDS, default="attention", help=help)
@@ -142,6 +147,12 @@ def parse(argv=None):
     add("--sample", type=number(int, 1), metavar="K", help=help)
     help = "With --sample, also draw how the first five come from noise."
     add("--path", action="store_true", help=help)
+    help = "Class of the samples, for a flow conditioned on labels; if not given, any."
+    add("--label", metavar="NAME", help=help)
+    help = "Context of the samples, for a flow conditioned on it."
+    add("--context", type=options.numbers, metavar="C,C", help=help)
+    help = "Write log p of each of your own sets at PATH, and how it compares with test sets."
+    add("--score", type=options.path, metavar="PATH", help=help)
     add("--evaluate", action="store_true", help="Only test the best weights of --load RUN.")
     args = parser.parse_args(argv)
     return check(parser, args, argv)
@@ -150,9 +161,9 @@ def parse(argv=None):
 def check(parser, args, argv):
     """Options that go together, and those that come from another run."""
     usual = {name: parser.get_default(name) for name in ONLY_WITH}
-    wants = bool(args.sample) + args.evaluate
+    wants = bool(args.sample) + args.evaluate + bool(args.score)
     if bool(args.load) != (wants == 1):
-        parser.error("--load RUN goes with either --sample K or --evaluate")
+        parser.error("--load RUN goes with one of --sample K, --score PATH and --evaluate")
     if args.finetune and args.load:
         parser.error("--finetune RUN trains: leave out --load")
     if args.path and not args.sample:
@@ -172,8 +183,14 @@ def check(parser, args, argv):
         if getattr(args, name) != usual[name] and getattr(args, other) not in values:
             values = " or ".join(value for value in values if value)
             parser.error(f"argument --{name}: only with --{other} {values}")
+    if (args.label is None, args.context is None) != (True, True) and not args.sample:
+        parser.error("--label and --context go with --sample K")
+    if args.label is not None and args.condition != "label":
+        parser.error("--label: the flow in --load RUN is not conditioned on labels")
+    if (args.context is not None) != bool(args.sample and args.condition == "context"):
+        parser.error("--context C,C goes with --sample K of a flow conditioned on it, always")
     if args.sample:
-        names = ("data", "category", "batch_size", "test_sets")
+        names = ("data", "category", "batch_size", "test_sets", "columns", "skip_bad", "noise")
         options.refuse(parser, args, names, "is for sets of data, which --sample does not read")
         options.refuse(parser, args, ("trace", "probes"), "is for densities, not for --sample")
     only_tested = args.load or args.objective == "matching"  # training reads no trace
@@ -192,12 +209,31 @@ def check(parser, args, argv):
 def load_sets(args):
     how = {"category": args.category, "points": args.points}
     how["spare"] = 0 if args.load else args.spare  # only training reads them
-    return data.load(args.data, args.root, seed=args.seed, **how)
+    return data.load(args.data, args.root, seed=args.seed, **how, **options.own_data(args))
 
 
-def build(args, dim):
+def condition_size(args, split):
+    """The numbers per set that the flow is conditioned on."""
+    if args.condition == "context" and split.context is None:
+        raise training.UsageError(f"--condition context: the sets of {args.data} have none")
+    if args.condition == "context":
+        return split.context.shape[1]
+    return len(split.classes) if args.condition else 0
+
+
+def condition(args, model, batch):
+    """What a flow is conditioned on, `(B, c)`: labels as one-hot vectors, the context, or None."""
+    if args.condition == "label":
+        classes = model.blocks[0].field.context
+        if batch.label.max() >= classes:
+            raise training.UsageError(f"--load {args.load}: has {classes} classes, the sets more")
+        return F.one_hot(batch.label, classes).to(batch.x.dtype)
+    return batch.context if args.condition else None
+
+
+def build(args, split):
     try:
-        return exnode.build(vars(args), dim)
+        return exnode.build(vars(args), split.dim, context=condition_size(args, split))
     except ValueError as e:  # a width that is too small for its heads
         raise training.UsageError(f"--hidden: {e}") from None
 
@@ -243,68 +279,95 @@ def check_memory(args, world, dim, points, sets=1, whole=0, *, training_too=Fals
 
 # -------------------------------------------------------------------------------- evaluation
 @torch.no_grad()
-def measure_likelihood(model, split, batch_size, world, how, seed=0):
-    """PPLL over all sets of a split, its standard error, and what solving took."""
-    sums, stats = torch.zeros(2, dtype=torch.float64, device=world.device), Stats()
-    generator = torch.Generator(world.device).manual_seed(seed + world.rank)
-    batches = data.batches(split, batch_size, training=False, workers=1, **world.share)
-    total = data.steps(split, batch_size, training=False)
-    for x, mask, *_ in training.watch("likelihood", batches, total):
-        log_p = model.log_prob(x, mask, generator=generator, stats=stats, **how).double()
-        value = log_p / count(x, mask) + split.log_unit
-        sums += torch.stack([value.sum(), value.square().sum()])
-    mean, square = (world.sum(sums) / len(split)).tolist()
-    return {
-        "ppll": mean,
-        "standard_error": math.sqrt(max(square - mean**2, 0) / max(len(split) - 1, 1)),
-        "bits_per_dim": -mean / (split.dim * math.log(2)),
-        "evaluations": stats.nfe / total,
-        "sets": len(split),
-    }
+def log_probs(args, model, split, world, how, stats=None, wrong=False):
+    """log p per point of each set of a split; wrong: conditioned on what belongs to another set."""
+    generator = torch.Generator(world.device).manual_seed(world.rank)
+    batches = data.batches(split, args.batch_size, training=False, workers=1, **world.share)
+    total, parts = data.steps(split, args.batch_size, training=False), []
+    for batch in training.watch("likelihood", batches, total):
+        given = condition(args, model, batch)
+        given = given.roll(1, -1 if args.condition == "label" else 0) if wrong else given
+        tools = {"generator": generator, "stats": stats, **how}
+        log_p = model.log_prob(batch.x, batch.mask, given, **tools).double()
+        parts.append((log_p / count(batch.x, batch.mask)).tolist())
+    values = np.empty(len(split))
+    for rank, mine in enumerate(world.gather(parts)):
+        for k, part in enumerate(mine):  # as data.batches shares a batch
+            values[k * args.batch_size : (k + 1) * args.batch_size][rank :: world.size] = part
+    return values + split.log_unit
+
+
+def mean_and_error(values):
+    error = values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return {"ppll": values.mean().item(), "standard_error": float(error), "sets": len(values)}
+
+
+def measure_likelihood(args, model, split, world, how):
+    """PPLL over all sets of a split, its standard error, its quantiles, and what solving took."""
+    stats = Stats()
+    values = log_probs(args, model, split, world, how, stats)
+    found = mean_and_error(values)
+    found["bits_per_dim"] = -found["ppll"] / (split.dim * math.log(2))
+    found["evaluations"] = stats.nfe / data.steps(split, args.batch_size, training=False)
+    found["quantiles"] = np.quantile(values, np.linspace(0, 1, 101)).round(4).tolist()
+    if args.condition:
+        found["wrong_" + args.condition] = mean_and_error(
+            log_probs(args, model, split, world, how, wrong=True)
+        )
+    if (twins := split.twins).any():
+        found["without_twins"] = mean_and_error(values[~twins])
+    return found
 
 
 @torch.no_grad()
-def tolerance_error(model, split, world, how):
+def tolerance_error(args, model, split, world, how):
     """The largest change of a few sets' log p per point at a hundredth of the tolerance."""
     few = split.some(CHECKED_SETS)
-    x, mask, *_ = next(data.batches(few, len(few), training=False, device=world.device))
+    batch = next(data.batches(few, len(few), training=False, device=world.device))
+    x, mask, given = batch.x, batch.mask, condition(args, model, batch)
     tight = how["solver"] | {k: how["solver"][k] / 100 for k in ("rtol", "atol")}
     found = []
     for solver in (how["solver"], tight):
         same = torch.Generator(world.device).manual_seed(0)  # the same noise for both
         try:
-            log_p = model.log_prob(x, mask, generator=same, **how | {"solver": solver})
+            log_p = model.log_prob(x, mask, given, generator=same, **how | {"solver": solver})
         except SolverError:
             return None  # unknown: at so small a tolerance there is no solution in this precision
         found.append(log_p / count(x, mask))
     return (found[0] - found[1]).abs().max().item()
 
 
-def draw_sets(args, model, sets, points):
+def draw_sets(args, model, sets, points, mask=None, context=None):
     """`(sets, points, d)` samples by --seed, the same on any device."""
     how = {"solver": dopri5(args), "progress": partial(training.watch, "sampling")}
-    return model.sample(sets, points, torch.Generator().manual_seed(args.seed), **how)
+    noise = torch.Generator().manual_seed(args.seed)
+    return model.sample(sets, points, noise, context, mask, **how)
+
+
+def draw_like(args, model, split):
+    """All sets of a split, their mask, and as many samples of the same sizes and conditions."""
+    batch = next(data.batches(split, len(split), training=False, device=model.mean.device))
+    given = condition(args, model, batch)
+    made = draw_sets(args, model, len(split), batch.x.shape[1], batch.mask, given)
+    return batch.x, batch.mask, made
 
 
 def measure_samples(args, model, split, sets=SCORE_SETS):
     """Scores of generated sets against as many test sets, and the seconds each took."""
-    split, points = split.some(sets), data.span(split.points)[1]
-    sets = len(split)
-    real = torch.from_numpy(split.draw(np.arange(sets))[0]).to(model.mean.device)
-    begun = time.monotonic()
-    samples = draw_sets(args, model, sets, points)
+    split, begun = split.some(sets), time.monotonic()
+    real, mask, samples = draw_like(args, model, split)
     samples.sum().item()  # a GPU has done its work only now
-    seconds = (time.monotonic() - begun) / sets
-    scores = metrics.sample_scores(samples, real, partial(training.watch, "scores"))
-    return {**scores, "sets": sets, "seconds_per_sample": seconds}
+    seconds = (time.monotonic() - begun) / len(split)
+    scores = metrics.sample_scores(samples, real, mask, partial(training.watch, "scores"))
+    return {**scores, "sets": len(split), "seconds_per_sample": seconds}
 
 
 def test_metrics(args, model, test, world):
     """All that is measured on test sets."""
     test, how = test.some(args.test_sets), {"solver": dopri5(args), **density(args)}
-    results = measure_likelihood(model, test, args.batch_size, world, how)
+    results = measure_likelihood(args, model, test, world, how)
     results |= {"trace": how["trace"], "log_unit": test.log_unit, "tolerance": args.tolerance}
-    results["tolerance_error"] = tolerance_error(model, test, world, how)
+    results["tolerance_error"] = tolerance_error(args, model, test, world, how)
     if (noise := test.noise()) is not None:
         results["noise"] = noise
     return results | {"samples": measure_samples(args, model, test)}
@@ -322,6 +385,8 @@ def train_here(args, world):
     splits = load_sets(args)
     sets, points = args.batch_size // world.size, data.span(splits.train.points)[1]
     check_memory(args, world, splits.train.dim, points, sets, training_too=True)
+    if world.rank == 0:
+        training.write_sets(args.out, splits.train)
     valid = splits.valid.some(-(-VALID_POINTS // points))
 
     def batches(epoch, start):
@@ -329,19 +394,19 @@ def train_here(args, world):
         return data.batches(splits.train, args.batch_size, **draw, **world.share)
 
     def loss(model, batch):
-        if args.objective == "matching":
-            how = {"coupling": args.coupling, "finest": args.finest}
-            if args.spare:
-                x, spare = batch.x[:, :points], batch.x[:, points:]
-                return matching_loss(model, x, spare=spare, **how)
-            return matching_loss(model, batch.x, batch.mask, **how)
-        return -(model.log_prob(batch.x, batch.mask) / count(batch.x, batch.mask)).mean()
+        x, mask, given = batch.x, batch.mask, condition(args, model, batch)
+        if args.objective == "likelihood":
+            return -(model.log_prob(x, mask, given) / count(x, mask)).mean()
+        how = {"coupling": args.coupling, "finest": args.finest}
+        if args.spare:
+            return matching_loss(model, x[:, :points], None, given, spare=x[:, points:], **how)
+        return matching_loss(model, x, mask, given, **how)
 
     def evaluate(model):
         how = {"solver": dopri5(args, least=1e-3), **density(args)}
-        return {"valid_ppll": measure_likelihood(model, valid, args.batch_size, world, how)["ppll"]}
+        return {"valid_ppll": log_probs(args, model, valid, world, how).mean().item()}
 
-    make = partial(build, args, splits.train.dim)
+    make = partial(build, args, splits.train)
     begin = partial(start, args, train=splits.train)
     steps = data.steps(splits.train, args.batch_size)
     run = training.begin(args, world, make, begin, steps, INTERVALS)
@@ -351,18 +416,18 @@ def train_here(args, world):
 
 
 def start(args, model, train):
-    """Weights of --finetune, or data in units of their own for matching."""
+    """Weights of --finetune, or data in units of their own, for matching and for own sets."""
     if args.finetune:
         before = training.read_config(args.finetune)
         new = [name for name in ("fine", "cells") if not before.get(name)]  # start without effect
         training.load_best(model, args.finetune, [f"blocks.0.field.{name}." for name in new])
-    elif args.objective == "matching":
-        some = train.some(2000)
+    elif args.objective == "matching" or args.data not in data.NAMES:
+        some = train.some(UNIT_SETS)
         x, mask, _ = some.draw(np.arange(len(some)))
         try:
             model.standardise(*(None if a is None else torch.from_numpy(a) for a in (x, mask)))
         except ValueError as e:
-            raise training.UsageError(f"--objective matching: {e}") from None
+            raise training.UsageError(f"--data {args.data}: {e}") from None
     if args.cells:  # where the cells lie in the units of the data
         grid = args.cells * torch.stack([model.std, model.mean])
         model.blocks[0].field.cells.grid.copy_(grid)
@@ -397,35 +462,41 @@ def draw_curves(out):
     pictures.write_png(out / "curves.png", curve)
 
 
+def as_seen(x, mask=None):
+    """The sets of x as pictures show them: their own points, in two or three axes."""
+    x = F.pad(x, (0, 1)) if x.shape[-1] == 1 else x[..., :3]
+    x = x.cpu().numpy()
+    return list(x) if mask is None else [one[there] for one, there in zip(x, mask.cpu().numpy())]
+
+
 def draw_samples(path, samples, real=None):
     """Rows of samples, nine or, of many points, fewer and larger, beneath as many real sets."""
-    across, cell = (9, 112) if samples.shape[-2] <= 1024 else (4, 252)
-    parts = np.array_split(np.asarray(samples.cpu()), -(-len(samples) // across))
-    rows = [list(part) for part in parts]
+    across, cell = (9, 112) if max(map(len, samples)) <= 1024 else (4, 252)
+    rows = [samples[i : i + across] for i in range(0, len(samples), across)]
     labels, colours = ["samples"] + [""] * (len(rows) - 1), ["blue"] * len(rows)
     if real is not None:
-        rows, labels, colours = [list(real), *rows], ["real", *labels], ["grey", *colours]
+        rows, labels, colours = [real, *rows], ["real", *labels], ["grey", *colours]
     grid = pictures.point_grid(rows, row_labels=labels, colours=colours, cell=cell)
     pictures.write_png(path, grid)
 
 
 def draw_beside(path, args, model, test):
-    """Nine real sets, and samples of as many points beneath."""
-    real = test.some(9)
-    samples = draw_sets(args, model, 18, data.span(test.points)[1])
-    draw_samples(path, samples, real.draw(np.arange(len(real)))[0])
+    """Nine real sets, and eighteen samples, as large as those and nine others, beneath."""
+    real, mask, samples = draw_like(args, model, test.some(18))
+    draw_samples(path, as_seen(samples, mask), as_seen(real, mask)[:9])
 
 
 def draw_run(args, model, test):
     """The pictures of a run: curves.png, samples.png, path.png and path-moving.png."""
-    out, points = Path(args.out), data.span(test.points)[1]
+    out = Path(args.out)
     draw_curves(out)
     draw_beside(out / "samples.png", args, model, test)
-    draw_path(out / "path", args, model, 5, points)
+    batch = next(data.batches(test.some(5), 5, training=False, device=model.mean.device))
+    draw_path(out / "path", args, model, batch.x, batch.mask, condition(args, model, batch))
 
 
 @torch.no_grad()
-def paths(model, z, frames, solver=None):
+def paths(model, z, frames, mask=None, context=None, solver=None):
     """Where points are on the way from noise to data: `(frames, ...)`, in the units of data."""
     at, blocks = [z], len(model.blocks)
     s = torch.linspace(1, 0, frames).tolist()
@@ -434,47 +505,125 @@ def paths(model, z, frames, solver=None):
             high, low = min(start * blocks - i, 1.0), max(end * blocks - i, 0.0)
             if high > low:
                 block = model.blocks[i]
-                z = block.integrate(z, (high * block.t1, low * block.t1), solver=solver)
+                times = (high * block.t1, low * block.t1)
+                z = block.integrate(z, times, mask, context, solver)
         at.append(z)
     return torch.stack([model.from_units(z) for z in at])
 
 
-def draw_path(name, args, model, sets, points):
-    """How the first five of `sets` samples come from noise: name.png, and name-moving.png."""
+def draw_path(name, args, model, like, mask=None, context=None):
+    """How the first five samples, as large as sets `like`, come from noise: two pictures."""
     generator = torch.Generator().manual_seed(args.seed)  # the noise of draw_sets
-    z = exnode.normal((sets, points, model.dim), model.mean, generator)[:5]
-    at = paths(model, z, 25, dopri5(args)).cpu().numpy()  # (frames, sets, n, d)
-    rows = [list(at[::3, i]) for i in range(len(z))]
+    z = exnode.normal(like.shape, model.mean, generator)
+    z, mask, context = (a if a is None else a[:5] for a in (z, mask, context))
+    at = paths(model, z, 25, mask, context, dopri5(args))  # (frames, sets, n, d)
+    sets = [as_seen(frame, mask) for frame in at]
+    rows = [[frame[i] for frame in sets[::3]] for i in range(len(z))]
     names = [f"{k / 8:.2f}" for k in range(9)]
     grid = pictures.point_grid(rows, names, title="from noise to data, over time")
     pictures.write_png(f"{name}.png", grid)
     limits = (float(at[0].min()), float(at[0].max()))
-    frames = [pictures.point_grid([list(row)], limits=limits, cell=160) for row in at]
+    frames = [pictures.point_grid([frame], limits=limits, cell=160) for frame in sets]
     hold = [frames[0]] * 4 + frames + [frames[-1]] * 12
     pictures.write_apng(f"{name}-moving.png", hold, 0.08)
 
 
 # -------------------------------------------------------------------------- from a finished run
+def choose_sets(args, model):
+    """Sizes `(K,)` and conditions `(K, c)` or None of --sample K sets.
+
+    Sizes are --points, or drawn from those of the training sets, of the same label if there is one.
+    """
+    info, rng = training.read_sets(args.load), np.random.default_rng(args.seed)
+    every = info["sizes"] if info else {}
+    names, counts = list(every), [sum(n for _, n in pairs) for pairs in every.values()]
+    if args.label is not None and args.label not in names:
+        raise training.UsageError(f"--label {args.label}: there are {', '.join(names) or 'none'}")
+    label = rng.choice(len(names), args.sample, p=np.divide(counts, sum(counts))) if names else None
+    if args.label is not None:
+        label = np.full(args.sample, names.index(args.label))
+    usual = data.POINTS["mnist" if model.dim == 2 else "modelnet"]["flow"]
+    sizes = np.full(args.sample, args.points or usual)
+    if names and not args.points:
+        pairs = [np.array(every[names[k]]) for k in label]
+        sizes = np.array([rng.choice(p[:, 0], p=p[:, 1] / p[:, 1].sum()) for p in pairs])
+    if args.condition == "label":
+        return sizes, F.one_hot(torch.from_numpy(label), len(names)).to(model.mean)
+    given = args.context and torch.tensor([args.context] * args.sample).to(model.mean)
+    return sizes, given
+
+
 def sample(args):
-    """--sample K: K sets of --points points as .npy and PNG in the run directory."""
+    """--sample K: sets as .npy (NaN where there is no point), .npz, .ply and PNG in --out."""
     world, model = training.connect(args), read_run(args)
     model.to(world.device)
-    args.points = args.points or data.POINTS["mnist" if model.dim == 2 else "modelnet"]["flow"]
-    sets = min(args.sample, max(1, exnode.PIECE // args.points))
-    whole = 4 * args.sample * args.points * model.dim
-    check_memory(args, world, model.dim, args.points, sets, whole)
-    name = Path(args.out) / f"samples-{args.sample}x{args.points}-seed{args.seed}"
+    sizes, context = choose_sets(args, model)
+    points = int(sizes.max())
+    whole = 4 * args.sample * points * model.dim
+    check_memory(
+        args, world, model.dim, points, min(args.sample, -(-exnode.PIECE // points)), whole
+    )
+    mask = torch.arange(points) < torch.from_numpy(sizes)[:, None]
+    there = None if mask.all() else mask.to(world.device)
+    name = Path(args.out) / f"samples-{args.sample}x{args.points or points}-seed{args.seed}"
     training.make_folder(args.out)
     begun = time.monotonic()
-    sets = draw_sets(args, model, args.sample, args.points).cpu()
+    sets = draw_sets(args, model, args.sample, points, there, context).cpu()
     seconds = (time.monotonic() - begun) / args.sample
-    write_whole(f"{name}.npy", lambda f: np.save(f, sets.numpy()))
-    draw_samples(f"{name}.png", sets[:27])
-    training.say(f"{name}.npy and .png: {seconds:.3g} s per set")
+    write_samples(name, sets, mask)
+    draw_samples(f"{name}.png", as_seen(sets[:27], mask[:27]))
+    training.say(f"{name}.npy, .npz and .png: {seconds:.3g} s per set")
     if args.path:
-        draw_path(f"{name}-path", args, model, args.sample, args.points)
+        draw_path(f"{name}-path", args, model, sets, there, context)
         training.say(f"{name}-path.png and -path-moving.png: from noise to data")
-    return {"samples": sets, "seconds_per_sample": seconds}
+    return {"samples": sets, "mask": mask, "seconds_per_sample": seconds}
+
+
+def write_samples(name, sets, mask):
+    """NAME.npy, NAME.npz with x and mask, and, in 3-D, a folder NAME with a PLY file for each."""
+    x = sets.masked_fill(~mask[..., None], math.nan).numpy()
+    write_whole(f"{name}.npy", lambda f: np.save(f, x))
+    arrays = {"x": sets.numpy(), "mask": mask.numpy()}
+    write_whole(f"{name}.npz", lambda f: np.savez(f, **arrays))
+    if x.shape[-1] == 3:
+        training.make_folder(name)
+        for i, points in enumerate(as_seen(sets, mask), 1):
+            own_sets.write_ply(name / f"{i:0{len(str(len(x)))}}.ply", points)
+
+
+def score(args):
+    """--score PATH: a CSV with log p of every set there, the smallest first."""
+    world, model = training.connect(args), read_run(args)
+    points = args.points if args.data in data.NAMES else None
+    split = data.load_all(args.score, args.data, points=points, **options.own_data(args))
+    if split.dim != model.dim:
+        raise training.UsageError(f"--score {args.score}: {split.dim}-D, the model {model.dim}-D")
+    sizes, sets = split.sizes, args.batch_size // world.size
+    check_memory(args, world, split.dim, int(sizes.max()), sets, pairs=True)
+    split = with_classes(args, split)
+    how = {"solver": dopri5(args), **density(args)}
+    values = log_probs(args, model.to(world.device), split, world, how)
+    known = training.test_quantiles(args.load)
+    share = [""] * len(values) if known is None else np.interp(values, known, np.arange(101))
+    rows = zip(split.names, sizes.tolist(), values * sizes, values, share)
+    rows = sorted(rows, key=lambda row: row[3])
+    head = ("name", "points", "log_p", "nats_per_point", "percentile")
+    path = training.write_table(args.out, f"scores-{Path(args.score).stem}.csv", head, rows)
+    training.say(f"{path}: {len(values)} sets, {values.mean():.4f} nats per point on average")
+    if known is None:
+        training.say("percentiles are left out: --load RUN has no results.json of a test")
+    return {"names": split.names, "nats_per_point": values, "points": sizes}
+
+
+def with_classes(args, split):
+    """A split whose labels are numbered as in the run, for a flow conditioned on them."""
+    if args.condition != "label":
+        return split
+    names = list(training.read_sets(args.load)["sizes"])
+    if strange := sorted(set(split.classes) - set(names)):
+        raise training.UsageError(f"--score {args.score}: no class {strange[0]!r} in {args.load}")
+    number = np.array([names.index(name) for name in split.classes])
+    return replace(split, labels=number[split.labels], classes=tuple(names))
 
 
 def evaluate_only(args):
@@ -497,6 +646,8 @@ def main(argv=None):
     args = parse(argv)
     if args.sample:
         return sample(args)
+    if args.score:
+        return score(args)
     if args.evaluate:
         return evaluate_only(args)
     return training.several(args, train, "ppll") if args.runs > 1 else train(args)

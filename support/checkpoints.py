@@ -5,6 +5,8 @@ are refused.
 """
 
 import contextlib
+import csv
+import io
 import json
 import platform
 import sys
@@ -31,6 +33,53 @@ def make_folder(out):
 
 def write_json(path, value):
     write_whole(path, lambda f: f.write((json.dumps(value, indent=1) + "\n").encode()))
+
+
+def write_sets(out, split):
+    """sets.json: what the training sets are like, for whoever samples or scores by the run."""
+    found = {"dim": split.dim, "sizes": split.sizes_by_class()}
+    write_json(Path(out) / "sets.json", found)
+
+
+def read_sets(run):
+    """The contents of sets.json, or None where a run has none."""
+    path = Path(run) / "sets.json"
+    if not path.exists():
+        return None
+    found = read_json(path)
+    sizes = found.get("sizes") if isinstance(found, dict) else None
+    if not isinstance(sizes, dict) or not all(map(is_sizes, sizes.values())) or not sizes:
+        raise UsageError(f"{path}: not about the sets of a run")
+    return found
+
+
+def is_sizes(pairs):
+    """Whether these are pairs of numbers of points and of sets."""
+    if not isinstance(pairs, list) or not all(isinstance(p, list) and len(p) == 2 for p in pairs):
+        return False
+    return all(type(v) is int and 0 < v < 10**9 for pair in pairs for v in pair)
+
+
+def test_quantiles(run):
+    """The 101 quantiles of a finished run's test, or None where it has none."""
+    path = Path(run) / "results.json"
+    results = read_json(path) if path.exists() else {}
+    test = results.get("test") if isinstance(results, dict) else None
+    found = test.get("quantiles") if isinstance(test, dict) else None
+    fine = isinstance(found, list) and len(found) == 101
+    return found if fine and all(isinstance(v, int | float) for v in found) else None
+
+
+def write_table(out, name, head, rows):
+    """A CSV file in --out; its path."""
+    make_folder(out)
+    text = io.StringIO(newline="")
+    table = csv.writer(text)
+    table.writerow(head)
+    table.writerows([f"{v:.6g}" if isinstance(v, float) else v for v in row] for row in rows)
+    path = Path(out) / name
+    write_whole(path, lambda f: f.write(text.getvalue().encode()))
+    return path
 
 
 def read_metrics(out, size=None):

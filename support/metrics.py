@@ -35,17 +35,22 @@ def mean(x, mask):
 
 
 @torch.no_grad()
-def chamfer_matrix(xs, ys, pairs=2**23, watch=iter):
+def chamfer_matrix(xs, ys, x_mask=None, y_mask=None, pairs=2**23, watch=iter):
     """Chamfer distances `(A, B)` of A sets to B sets, in pieces of about so many point pairs."""
     some = max(1, pairs // (xs.shape[-2] * ys.shape[-2]))
+    y_masks = [None] * -(-len(ys) // some) if y_mask is None else y_mask.split(some)
     rows = []
-    for x in watch(xs):
-        rows.append(torch.cat([chamfer(x, part) for part in ys.split(some)]))
+    for i, x in enumerate(watch(xs)):
+        mine = None if x_mask is None else x_mask[i]
+        parts = zip(ys.split(some), y_masks)
+        rows.append(torch.cat([chamfer(x, y, mine, theirs) for y, theirs in parts]))
     return torch.stack(rows)
 
 
-def sample_scores(samples, real, watch=iter):
+def sample_scores(samples, real, mask=None, watch=iter):
     """Scores of as many generated sets as real ones, `(N, n, d)` each; watch(rows) sees progress.
+
+    mask `(N, n)` is that of both: the samples are as large as the real sets.
 
     1-NNA    share of all 2N sets whose nearest other set is of their own kind: 0.5 is ideal
     MMD      mean over real sets of the distance to the nearest sample: smaller is better
@@ -53,8 +58,8 @@ def sample_scores(samples, real, watch=iter):
     """
     if len(samples) != len(real) or len(real) < 2:
         raise ValueError(f"as many samples as real sets, at least 2: {len(samples)}, {len(real)}")
-    cross = chamfer_matrix(samples, real, watch=watch)
-    own = [chamfer_matrix(sets, sets, watch=watch) for sets in (samples, real)]
+    cross = chamfer_matrix(samples, real, mask, mask, watch=watch)
+    own = [chamfer_matrix(sets, sets, mask, mask, watch=watch) for sets in (samples, real)]
     own = [distances.fill_diagonal_(math.inf) for distances in own]
     near = torch.cat([own[0].amin(1) < cross.amin(1), own[1].amin(1) < cross.amin(0)])
     return {

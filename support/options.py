@@ -21,7 +21,7 @@ SCHEDULES = ("halve", "one-cycle")
 GROUPS = ("data", "the model of the paper", "training", "ours", "from a finished run")
 PLACES = (  # where, and what is done beside training: not kept, and may change when a run goes on
     "out", "root", "resume", "cuda", "every", "load", "evaluate", "last", "sample", "path",
-    "reconstruct", "at", "score",
+    "reconstruct", "at", "score", "label", "context",
 )  # fmt: skip
 DELETED = ("mix", "random_times")  # options that a run from before may have in its config.json
 
@@ -75,6 +75,11 @@ def number(kind, low, below=math.inf):
 def widths(text):
     """An argparse type: "128,128" is [128, 128]."""
     return [number(int, 1, below=2**16)(part) for part in text.split(",")]
+
+
+def numbers(text):
+    """An argparse type: "0.3,1.2" is [0.3, 1.2]."""
+    return [number(float, -1e30, below=1e30)(part) for part in text.split(",")]
 
 
 def path(text):

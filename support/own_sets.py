@@ -175,6 +175,14 @@ def save(path, splits, seed=0):
     write_whole(path, lambda file: np.savez(file, **arrays))
 
 
+def write_ply(path, points):
+    """Points (n, 3) as a binary PLY file."""
+    head = f"ply\nformat binary_little_endian 1.0\nelement vertex {len(points)}\n"
+    head += "".join(f"property float {axis}\n" for axis in "xyz") + "end_header\n"
+    body = np.asarray(points, "<f4").tobytes()
+    write_whole(path, lambda file: file.write(head.encode() + body))
+
+
 # ------------------------------------------------------------------------------- reading
 def read(path, *, points=None, columns=None, skip_bad=False, noise=0.0) -> OwnSets:
     """The sets at a path, of which meshes get `points` (2,048 or more) points."""

@@ -54,10 +54,14 @@ from support.checkpoints import (
     make_folder,
     read_checkpoint,
     read_metrics,
+    read_sets,
+    test_quantiles,
     write_checkpoint,
     write_evaluation,
     write_json,
     write_results,
+    write_sets,
+    write_table,
 )
 from support.options import OPTIMIZERS, UsageError, configuration, read_config
 from support.processes import (
@@ -77,8 +81,8 @@ from support.progress import doing, duration, say, watch
 
 __all__ = [  # what the scripts use from here beside what is defined here
     "UsageError", "World", "check_memory", "command", "connect", "curve", "directory", "load_best",
-    "load_last", "load_weights", "make_folder", "read_checkpoint", "read_config", "say", "watch",
-    "write_evaluation",
+    "load_last", "load_weights", "make_folder", "read_checkpoint", "read_config", "read_sets",
+    "say", "test_quantiles", "watch", "write_evaluation", "write_sets", "write_table",
 ]  # fmt: skip
 PLANS = (0.05, 0.25, 0.5, 0.75, 0.9)  # progress at which --minutes fixes the number of steps
 SAVE_SECONDS = 300  # between checkpoints within an epoch
