@@ -264,7 +264,7 @@ class Run:
         load_weights(self.model, state.get("model"), self.out / "best.pt")
         self.best_step = state.get("step")
         if self.best_step == 0:
-            say("no evaluation was better than that of step 0: the test is of untrained weights")
+            say("no evaluation was better than that of step 0: what is tested was not trained here")
         self.model.eval()
 
     def due(self):
