@@ -68,6 +68,13 @@ def alternate(send, wait, number):
     )
 
 
+def one_byte(send, wait, number):
+    """The next byte of a file, whatever is asked for."""
+    part = b"Content-Range: bytes %d-899999/900000" % number
+    head = (part, b"Content-Length: %d" % (900000 - number))
+    send(reply(b"", *head, status=b"206 Partial Content", length=False) + b"x")
+
+
 HEAD, CHUNKED = reply(length=False), reply(b"", b"Transfer-Encoding: chunked", length=False)
 LONG = reply(b"", b"Content-Length: 900000", length=False)
 BOMB = gzip.compress(bytes(200 << 20), 9)
@@ -76,6 +83,7 @@ SERVERS = {
     "never answers": lambda send, wait, number: wait(60),
     "answers one byte": says(b"H"),
     "sends one byte of many": says(LONG, b"x"),
+    "gives one byte at a time": one_byte,
     "sends nothing of many": says(LONG),
     "drips its status": endless(b"HTTP/1.1 2", b"0", 0.03),
     "drips headers": endless(b"HTTP/1.1 200 OK\r\n", b"A: b\r\n", 0.03),

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from support import reading
@@ -34,6 +34,7 @@ def test_numbers_are_read_as_python_reads_them(tokens):
     st.sampled_from(["x", "1.2.3", ".", "-", "1-2", "--1", "1,2", ".-5", "3.+1"]),
     st.lists(decimal),
 )
+@example([], ".-5", [])
 def test_what_is_not_a_number_is_refused(before, wrong, after):
     with pytest.raises(ValueError, match=r"unmatched data|without a blank"):
         reading.read_numbers(" ".join([*before, wrong, *after]).encode() + b"\n")

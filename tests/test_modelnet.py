@@ -407,7 +407,8 @@ def test_a_cache_that_expands_too_far_is_refused_before_it_does(tmp_path, monkey
     monkeypatch.setattr(np, "load", None)  # nothing is expanded
     with pytest.raises(DataError) as error:
         data.load("modelnet", tmp_path, category="chair")
-    one_line(error, path, "expands" if promise == "zeros" else "promises", "delete it to renew it")
+    says = "times, so it holds no points" if promise == "zeros" else "its header promises"
+    one_line(error, path, says, "delete it to renew it")
 
 
 # ------------------------------------------------------------------------------- twins
