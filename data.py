@@ -293,6 +293,11 @@ def load_all(path, like, *, points=None, **own) -> Split:
 NAMES = ("synthetic", "mnist", "modelnet", "modelnet40", "modelnet10")
 
 
+def class_names(name, task="flow", category=None) -> tuple[str, ...]:
+    """The classes of the sets called `name`."""
+    return _kind(name, task, category)[1]
+
+
 def _kind(name, task, category):
     """Which of CLASSES a name stands for, and those of its classes that are wanted."""
     kind = {"modelnet": "modelnet40"}.get(name, name)

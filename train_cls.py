@@ -34,16 +34,9 @@ import torch
 from torch.nn import functional as F
 
 import data
-from exnode import SetClassifier
-from sets import DeepSets, SetTransformer
+import exnode
 from support import options, pictures, training
 
-MODELS = {
-    "exnode-deepsets": lambda dim, classes: SetClassifier(dim, classes, field="deepsets"),
-    "exnode-attention": lambda dim, classes: SetClassifier(dim, classes, field="attention"),
-    "deepsets": DeepSets,
-    "settransformer": SetTransformer,
-}
 MODEL_OPTIONS = ("data", "category", "points", "model", "valid", "seed")
 TRAINING = ("augment", "valid", "smoothing", "finetune")  # without a meaning for --evaluate
 INTERVALS = 6  # of the run, each with half the learning rate of the one before
@@ -60,8 +53,8 @@ def parse(argv=None):
     parser = options.shared("Classify sets.", "cls", epochs=120, batch_size=64)
     number = options.number
     add = parser.group("data")
-    help = "Number of points in each set; the paper has 100 or 1000."
-    add("--points", type=number(int, 1, below=10**9), default=100, help=help)
+    help = "Number of points in each set; if not given, 100, as in the paper beside 1000, or all"
+    add("--points", type=number(int, 1, below=10**9), help=f"{help} of your own sets.")
     help = 'Classes, such as "chair,sofa", or synthetic "digits"; if not given, all.'
     add("--category", help=help)
     help = "Rotate and scale 3-D training sets; if not given, with 1000 points or more."
@@ -69,7 +62,7 @@ def parse(argv=None):
     help = "Share of the training sets that is held out to select weights."
     add("--valid", type=number(float, 0, below=1), default=0.1, help=help)
     add = parser.group("the model of the paper")
-    add("--model", choices=MODELS, default="exnode-deepsets", help="A row of Table 1.")
+    add("--model", choices=exnode.CLASSIFIERS, default="exnode-deepsets", help="A row of Table 1.")
     add = parser.group("ours")
     help = "Share of each label that is spread over all classes."
     add("--smoothing", type=number(float, 0, below=1), default=0.0, help=help)
@@ -77,6 +70,8 @@ def parse(argv=None):
     add("--finetune", type=options.path, metavar="RUN", help=help)
     add = parser.group("from a finished run")
     add("--evaluate", action="store_true", help="Only test the best weights of --load RUN.")
+    help = "Write the probability of each class for each of your own sets at PATH."
+    add("--score", type=options.path, metavar="PATH", help=help)
     help = "With --evaluate, test the last weights in place of the best."
     add("--last", action="store_true", help=help)
     return check(parser, parser.parse_args(argv), argv)
@@ -84,9 +79,9 @@ def parse(argv=None):
 
 def check(parser, args, argv):
     """Options that go together, and those that come from another run."""
-    if bool(args.load) != args.evaluate:
-        parser.error("--load RUN and --evaluate go together")
-    if args.last and not args.load:
+    if bool(args.load) != (args.evaluate + bool(args.score) == 1):
+        parser.error("--load RUN goes with one of --evaluate and --score PATH")
+    if args.last and not args.evaluate:
         parser.error("--last goes with --load RUN and --evaluate")
     if args.finetune and (args.load or args.runs > 1):
         parser.error("--finetune RUN trains one run: leave out --load and --runs")
@@ -99,21 +94,30 @@ def check(parser, args, argv):
     return args
 
 
-def check_memory(args, world):
+def check_memory(args, world, points):
     """An error if a batch at once takes more memory than there is."""
     sets = args.batch_size // world.size
-    need = 4 * KEPT[args.model] * sets * args.points // (2 if args.evaluate else 1)
-    training.check_memory(need, world, f"{sets} sets of {args.points} points at once")
+    need = 4 * KEPT[args.model] * sets * points // (2 if args.load else 1)
+    training.check_memory(need, world, f"{sets} sets of {points} points at once")
 
 
-def load_sets(args):
-    which = {"category": args.category, "points": args.points, "seed": args.seed}
+def load_sets(args, world):
+    """The splits, if a batch of their sets fits in memory."""
+    named = args.data in data.NAMES
+    points = args.points or (100 if named else None)
+    if points:  # before so many are drawn
+        check_memory(args, world, points)
+    which = {"category": args.category, "points": points, "seed": args.seed}
     how = {"task": "classify", "valid": args.valid, "augment": args.augment}
-    return data.load(args.data, args.root, **which, **how)
+    splits = data.load(args.data, args.root, **which, **how, **options.own_data(args))
+    check_memory(args, world, data.span(splits.train.points)[1])
+    if len(splits.train.classes) < 2:
+        raise training.UsageError(f"--data {args.data}: one class only, {splits.train.classes[0]}")
+    return splits
 
 
 def make_model(args, split):
-    return MODELS[args.model](split.dim, len(split.classes))
+    return exnode.build(vars(args), split.dim, len(split.classes))
 
 
 def draw_batches(args, split, world):
@@ -169,8 +173,9 @@ def train(args):
 
 
 def train_here(args, world):
-    check_memory(args, world)
-    splits = load_sets(args)
+    splits = load_sets(args, world)
+    if world.rank == 0:
+        training.write_sets(args.out, splits.train)
     batches = draw_batches(args, splits.train, world)
 
     def start(model):
@@ -212,8 +217,7 @@ def draw_confusion(path, metrics, title):
 
 def evaluate_only(args):
     world = training.connect(args)
-    check_memory(args, world)
-    splits = load_sets(args)
+    splits = load_sets(args, world)
     model = make_model(args, splits.test)
     (training.load_last if args.last else training.load_best)(model, args.load)
     model.to(world.device).eval()
@@ -227,9 +231,54 @@ def evaluate_only(args):
     return results
 
 
+def score(args):
+    """--score PATH: a CSV with the probability of each class for every set there."""
+    world, model = training.connect(args), load_model(args)
+    points = args.points or (100 if args.data in data.NAMES else None)
+    split = data.load_all(args.score, args.data, points=points, **options.own_data(args))
+    classes = class_names(args)
+    if split.dim != model.in_dim:
+        raise training.UsageError(
+            f"--score {args.score}: {split.dim}-D, the model {model.in_dim}-D"
+        )
+    check_memory(args, world, int(split.sizes.max()))
+    model.to(world.device)
+    batches = data.batches(split, args.batch_size, training=False, device=world.device)
+    total = data.steps(split, args.batch_size, training=False)
+    with torch.no_grad():
+        parts = [model(b.x, b.mask).softmax(-1) for b in training.watch("sets", batches, total)]
+    shares = torch.cat(parts).cpu()
+    best = [classes[k] for k in shares.argmax(-1)]
+    rows = zip(split.names, split.sizes.tolist(), best, *shares.T.tolist())
+    head = ("name", "points", "predicted", *classes)
+    path = training.write_table(args.out, f"scores-{Path(args.score).stem}.csv", head, rows)
+    training.say(f"{path}: {len(split)} sets")
+    return {"names": split.names, "classes": classes, "probabilities": shares}
+
+
+def load_model(args):
+    """The trained classifier of --load RUN."""
+    try:
+        model = exnode.load(args.load)
+    except ValueError as e:
+        raise training.UsageError(f"--load: {e}") from None
+    if not hasattr(model, "in_dim"):
+        raise training.UsageError(f"--load {args.load}: of another model, not of a classifier")
+    return model
+
+
+def class_names(args):
+    """The names of a run's classes: those in its sets.json, or of the data that it names."""
+    if found := training.read_sets(args.load):
+        return list(found["sizes"])
+    return list(data.class_names(args.data, "classify", args.category))
+
+
 def main(argv=None):
-    """The results, also printed: of one run, of --runs, or of --evaluate."""
+    """The results, also printed: of one run, of --runs, of --evaluate or of --score."""
     args = parse(argv)
+    if args.score:
+        return score(args)
     if args.evaluate:
         return evaluate_only(args)
     return training.several(args, train, "accuracy") if args.runs > 1 else train(args)

@@ -79,7 +79,7 @@ def test_a_pretrained_model_gives_labels_or_sets_from_a_fresh_clone(run, tmp_pat
     config, where = training.read_config(run), ["--load", str(run), "--out", str(tmp_path)]
     if "model" in config:
         dim, classes = (2, 10) if config["data"] == "mnist" else (3, 40)
-        model = train_cls.MODELS[config["model"]](dim, classes)
+        model = exnode.CLASSIFIERS[config["model"]](dim, classes)
         training.load_best(model, run)
         made = model.eval()(torch.rand(2, config["points"], dim))
         assert made.shape == (2, classes)

@@ -57,11 +57,11 @@ def test_training_sets_are_augmented_if_asked_or_many_and_as_many_held_out_as_as
         assert len(splits.valid) == round(0.01 * (len(splits.train) + len(splits.valid)))
 
 
-@pytest.mark.parametrize("model", train_cls.MODELS)
+@pytest.mark.parametrize("model", exnode.CLASSIFIERS)
 def test_models_have_the_sizes_of_table_1(model):
     sizes = {"exnode-deepsets": 581_416, "exnode-attention": 516_392}
     sizes |= {"deepsets": 208_680, "settransformer": 1_148_456}
-    assert sum(p.numel() for p in train_cls.MODELS[model](3, 40).parameters()) == sizes[model]
+    assert sum(p.numel() for p in exnode.CLASSIFIERS[model](3, 40).parameters()) == sizes[model]
 
 
 def test_a_run_stopped_by_sigterm_within_an_epoch_resumes_to_the_same_numbers(whole, tmp_path):
