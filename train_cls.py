@@ -101,18 +101,26 @@ def check_memory(args, world, points):
     training.check_memory(need, world, f"{sets} sets of {points} points at once")
 
 
-def load_sets(args, world):
-    """The splits, if a batch of their sets fits in memory."""
-    named = args.data in data.NAMES
-    points = args.points or (100 if named else None)
-    if points:  # before so many are drawn
-        check_memory(args, world, points)
-    which = {"category": args.category, "points": points, "seed": args.seed}
+def load_sets(args):
+    which = {"category": args.category, "points": points(args), "seed": args.seed}
     how = {"task": "classify", "valid": args.valid, "augment": args.augment}
     splits = data.load(args.data, args.root, **which, **how, **options.own_data(args))
-    check_memory(args, world, data.span(splits.train.points)[1])
     if len(splits.train.classes) < 2:
         raise training.UsageError(f"--data {args.data}: one class only, {splits.train.classes[0]}")
+    return splits
+
+
+def points(args):
+    """In each set; None for all of a person's own."""
+    return args.points or (100 if args.data in data.NAMES else None)
+
+
+def load_checked(args, world):
+    """The splits, if a batch of their sets fits in memory."""
+    if args.points:  # before so many are drawn
+        check_memory(args, world, args.points)
+    splits = load_sets(args)
+    check_memory(args, world, data.span(splits.train.points)[1])
     return splits
 
 
@@ -173,7 +181,7 @@ def train(args):
 
 
 def train_here(args, world):
-    splits = load_sets(args, world)
+    splits = load_checked(args, world)
     if world.rank == 0:
         training.write_sets(args.out, splits.train)
     batches = draw_batches(args, splits.train, world)
@@ -217,7 +225,7 @@ def draw_confusion(path, metrics, title):
 
 def evaluate_only(args):
     world = training.connect(args)
-    splits = load_sets(args, world)
+    splits = load_checked(args, world)
     model = make_model(args, splits.test)
     (training.load_last if args.last else training.load_best)(model, args.load)
     model.to(world.device).eval()
@@ -234,8 +242,7 @@ def evaluate_only(args):
 def score(args):
     """--score PATH: a CSV with the probability of each class for every set there."""
     world, model = training.connect(args), load_model(args)
-    points = args.points or (100 if args.data in data.NAMES else None)
-    split = data.load_all(args.score, args.data, points=points, **options.own_data(args))
+    split = data.load_all(args.score, args.data, points=points(args), **options.own_data(args))
     classes = class_names(args)
     if split.dim != model.in_dim:
         raise training.UsageError(

@@ -40,7 +40,7 @@ def test_the_matrix_of_distances_does_not_depend_on_its_pieces(pairs):
     g = torch.Generator().manual_seed(0)
     x, y = torch.randn(3, 5, 2, generator=g), torch.randn(4, 6, 2, generator=g)
     wanted = torch.tensor([[brute_force(a, b) for b in y.tolist()] for a in x.tolist()])
-    torch.testing.assert_close(chamfer_matrix(x, y, pairs), wanted)
+    torch.testing.assert_close(chamfer_matrix(x, y, pairs=pairs), wanted)
 
 
 def brute_force_scores(samples, real):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import train_cls
+import exnode
 import train_flow
 import train_temporal
 from support import training

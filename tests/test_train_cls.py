@@ -10,6 +10,7 @@ import pytest
 import torch
 from scripts import TWO_PROCESSES, call, check_help, lines, start, stop_early
 
+import exnode
 import train_cls
 from support import training
 
@@ -29,7 +30,8 @@ def whole(tmp_path_factory):
 def test_a_run_learns_and_leaves_all_its_files(whole):
     out, results = whole
     names = {"config.json", "metrics.jsonl", "last.pt", "best.pt", "results.json"}
-    assert {p.name for p in out.iterdir()} == names | {"curves.png", "confusion.png"}
+    names |= {"sets.json", "curves.png", "confusion.png"}
+    assert {p.name for p in out.iterdir()} == names
     table = lines(out)
     assert [line["epoch"] for line in table] == [0, 1, 2]
     assert table[2]["loss"] < table[1]["loss"] < table[0]["valid_loss"]
@@ -183,6 +185,7 @@ def test_weights_that_are_not_finite_or_lead_there_are_not_tested(whole, tmp_pat
         if weight.is_floating_point():
             weight.fill_(value)
     torch.save(state, out / "best.pt")
+    (out / "evaluation.json").unlink(missing_ok=True)  # of another test
     code, err = run_here(capsys, "--load", out, "--evaluate")
     assert code == (1 if value == 1e38 else 2)
     assert err.count("\n") == 1
@@ -290,4 +293,4 @@ def test_a_second_run_into_the_same_directory_is_refused(whole, capsys):
 
 
 def test_help_says_in_sentences_what_every_option_does(capsys):
-    check_help(train_cls, capsys, 25)
+    check_help(train_cls, capsys, 29)

@@ -39,7 +39,15 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("objective", ["matching", "likelihood"])
 def test_a_run_raises_the_likelihood_and_leaves_all_its_files(runs, objective):
     out, results = runs[objective]
-    names = {"config.json", "metrics.jsonl", "last.pt", "best.pt", "results.json", "curves.png"}
+    names = {
+        "config.json",
+        "metrics.jsonl",
+        "last.pt",
+        "best.pt",
+        "results.json",
+        "curves.png",
+        "sets.json",
+    }
     names |= {"samples.png", "path.png", "path-moving.png"}
     assert {p.name for p in out.iterdir()} == names
     for name in names:
@@ -115,7 +123,8 @@ def test_beside_the_likelihood_stands_by_how_much_a_set_is_off(runs, tolerance):
             p.mul_(3)  # so that it bends
     solver = {"method": "dopri5", "rtol": tolerance, "atol": tolerance}
     world = training.World(torch.device("cpu"))
-    found = train_flow.tolerance_error(model, test, world, {"solver": solver, "trace": "exact"})
+    args, how = train_flow.parse([]), {"solver": solver, "trace": "exact"}
+    found = train_flow.tolerance_error(args, model, test, world, how)
     x = torch.from_numpy(test.some(train_flow.CHECKED_SETS).draw(np.arange(8))[0])
     with torch.no_grad():
         here = model.log_prob(x, trace="exact", solver=solver)
@@ -283,7 +292,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
         **({} if torch.cuda.is_available() else {("--cuda", "--out", tmp_path / "c"): "no GPU"}),
         ("--sample", "3"): "--load RUN",
         ("--load", out): "--load RUN goes with",
-        ("--load", out, "--sample", "3", "--evaluate"): "goes with either",
+        ("--load", out, "--sample", "3", "--evaluate"): "goes with one of",
         ("--load", tmp_path / "nowhere", "--sample", "3"): "nowhere",
         ("--load", broken, "--sample", "3"): "damaged",
         ("--load", out, "--sample", "3", "--blocks", "3"): "--blocks is not that of the model",
@@ -352,4 +361,4 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
 
 
 def test_help_says_in_sentences_what_every_option_does(capsys):
-    check_help(train_flow, capsys, 41)
+    check_help(train_flow, capsys, 48)
