@@ -605,6 +605,14 @@ def test_vanished_step_says_where_it_was_and_what_to_try():
         assert part in text
 
 
+@pytest.mark.parametrize("start", [1e6, -1e6])
+def test_step_vanishes_in_proportion_to_the_times(start):
+    with pytest.raises(SolverError, match="step size has vanished") as caught:
+        odeint(lambda t, y: y**2, times(1), times(start, start + 2))
+    assert caught.value.t == pytest.approx(start + 1, abs=1e-5)
+    assert caught.value.nfe < 3000
+
+
 def test_zero_state_without_an_absolute_tolerance_is_not_blamed_on_f():
     with pytest.raises(SolverError, match="With atol = 0"):
         odeint(lambda t, y: torch.ones_like(y), times(0, 0), times(0, 1), atol=0)
