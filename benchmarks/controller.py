@@ -26,7 +26,7 @@ import solvers
 TOLERANCES = {
     "networks": [10.0**-k for k in range(2, 10)],
     "DETEST": [10.0**-k for k in range(2, 10)],
-    "models": [10.0**-k for k in range(2, 7)],
+    "models": [10.0**-k for k in range(2, 6)],
 }
 BACKWARDS = {"A3", "B5", "C5", "D1", "D2", "D3", "D4", "D5", "E1", "E3", "E5"}  # stable in reverse
 MOST = 200_000  # evaluations; some libraries have no limit of their own
