@@ -87,7 +87,7 @@ def with_log_det(block, x, noise):
 
 def models(chain_steps):
     """Fields of the paper's models, with initial and with trained weights."""
-    digits = next(data.batches(data.load("synthetic", points=50).train, 4, seed=1)).x.double()
+    digits = next(data.batches(data.load("synthetic", points=50).train, 2, seed=1)).x.double()
     for label, flow in chains(chain_steps):
         flow = flow.double().requires_grad_(False)
         torch.manual_seed(0)
@@ -96,7 +96,7 @@ def models(chain_steps):
             f, y0 = with_log_det(flow.blocks[i], digits, noise)
             name = f"chain, {label} weights"
             yield Problem("models", name, f, y0, 0.0, 0.5)
-    for run, x in (("mnist", digits), ("chair", torch.randn(2, 64, 3, dtype=F64))):
+    for run, x in (("mnist", digits), ("chair", torch.randn(1, 64, 3, dtype=F64))):
         flow = trained(run, flow_of)
         f = value(flow.blocks[0].field)
         yield Problem("models", f"{run}, encode", f, flow.enter(x), 0.0, 0.5)
@@ -136,7 +136,7 @@ def temporal(digits):
 
     model = trained("turning", make)
     torch.manual_seed(0)
-    z0 = torch.randn(4, model.latent, dtype=F64)
+    z0 = torch.randn(2, model.latent, dtype=F64)
     yield Problem("models", "latent ODE", model.dynamics, z0, 0.0, 1.0)
     f, z = value(model.decoder.blocks[0].field, z0), torch.randn(digits.shape, dtype=F64)
     yield Problem("models", "temporal decoder", f, z, 1.0, 0.0)

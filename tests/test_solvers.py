@@ -605,6 +605,14 @@ def test_vanished_step_says_where_it_was_and_what_to_try():
         assert part in text
 
 
+@pytest.mark.parametrize("start", [1e6, -1e6])
+def test_step_vanishes_in_proportion_to_the_times(start):
+    with pytest.raises(SolverError, match="step size has vanished") as caught:
+        odeint(lambda t, y: y**2, times(1), times(start, start + 2))
+    assert caught.value.t == pytest.approx(start + 1, abs=1e-5)
+    assert caught.value.nfe < 3000
+
+
 def test_zero_state_without_an_absolute_tolerance_is_not_blamed_on_f():
     with pytest.raises(SolverError, match="With atol = 0"):
         odeint(lambda t, y: torch.ones_like(y), times(0, 0), times(0, 1), atol=0)
@@ -804,11 +812,17 @@ def test_numbers_may_be_of_numpy_or_tensors(solve, kind):
         assert torch.equal(run(options={name: kind(0.25)}), run(options={name: 0.25}))
 
 
+DEFAULTS = {  # of torchdiffeq 0.2.5
+    "min_step": 0, "max_step": math.inf, "first_step": None, "step_t": None, "jump_t": None,
+    "safety": 0.9, "ifactor": 10.0, "dfactor": 0.2, "max_num_steps": 2**31 - 1, "dtype": F64,
+    "step_size": None, "grid_constructor": None, "interp": "linear", "perturb": False,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("method", ["dopri5", "rk4"])
 def test_options_at_their_defaults_change_nothing(method):
-    options = {name: default for name, (default, _) in solvers.THEIRS.items()}
     run = partial(odeint, decay, Y, times(0, 0.5, 1), method=method)
-    assert torch.equal(run(options=options), run())
+    assert torch.equal(run(options=DEFAULTS), run())
 
 
 @pytest.mark.parametrize("name", ["callback_step", "callback_reject_step_adjoint"])
