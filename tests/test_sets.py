@@ -182,26 +182,30 @@ def conditions(time, context):
     return t, z if context else None, extra if len(extra) else None
 
 
-@given(SEEDS, st.integers(1, 4), st.booleans(), st.sampled_from([0, 2]))
+@given(SEEDS, st.integers(1, 5), st.booleans(), st.sampled_from([0, 2]))
 def test_deep_sets_field_is_its_formula(seed, n, time, context):
     torch.manual_seed(seed)
-    x, (t, z, extra) = torch.randn(n, 2, dtype=F64), conditions(time, context)
+    x, mask = torch.randn(n, 2, dtype=F64), draw_mask((n,))
+    t, z, extra = conditions(time, context)
     for pool, hidden in (("max", (5,)), ("mean", (8, 7, 6)), ("max", (8, 6))):
         field = with_large_weights(DeepSetsField(2, hidden, pool, time, context))
-        h = network(field.network, x, extra)
-        expected = affine(field.out, h - (h.amax(0) if pool == "max" else h.sum(0) / n))
-        close(field(t, x, context=z), expected)
+        h = network(field.network, x[mask], extra)
+        expected = affine(field.out, h - (h.amax(0) if pool == "max" else h.sum(0) / len(h)))
+        close(field(t, x[mask], context=z), expected)
+        close(field(t, x, mask, z)[mask], expected)
 
 
-@given(SEEDS, st.integers(1, 4), st.booleans(), st.sampled_from([0, 2]))
+@given(SEEDS, st.integers(1, 5), st.booleans(), st.sampled_from([0, 2]))
 def test_attention_field_is_its_formula(seed, n, time, context):
     torch.manual_seed(seed)
-    x, (t, z, extra) = torch.randn(n, 2, dtype=F64), conditions(time, context)
+    x, mask = torch.randn(n, 2, dtype=F64), draw_mask((n,))
+    t, z, extra = conditions(time, context)
     for heads, hidden in ((2, (6,)), (3, (8, 7, 6))):
         field = with_large_weights(AttentionField(2, hidden, heads, time, context))
-        q, k, v = (network(net, x, extra) for net in (field.q, field.k, field.v))
+        q, k, v = (network(net, x[mask], extra) for net in (field.q, field.k, field.v))
         expected = affine(field.out, torch.tanh(q + attention(q, k, v, heads)))
-        close(field(t, x, context=z), expected)
+        close(field(t, x[mask], context=z), expected)
+        close(field(t, x, mask, z)[mask], expected)
 
 
 @given(SEEDS, st.sampled_from([0, 3]))
@@ -377,6 +381,7 @@ def test_padded_batch_is_its_sets_one_by_one(case):
     for i, here in one_by_one(mask):
         context = None if case.context is None else case.context[i]
         alone = Case(case.field, t[i], case.x[i][here], None, context)
+        close(case(mask=mask)[i][here], alone())
         close((dx[i][here], trace[i]), alone("value_and_trace"))
         close((dx[i][here], je[:, *i][:, here]), alone("value_and_jvp", e[:, *i][:, here]))
 
