@@ -530,7 +530,8 @@ def build(config, dim, classes=None, context=0) -> nn.Module:
         names = ("latent", "decoder", "hidden", "gradient", "trace")
         return TemporalSetVAE(dim, **{name: config[name] for name in names})
     names = ("blocks", "field", "hidden", "heads", "time", "gradient", "method", "probes")
-    how = {name: config[name] for name in names} | {"trace": config["trace"] or "hutchinson"}
+    how = {name: config[name] for name in names}
+    how["trace"] = "exact" if config["trace"] == "exact" else "hutchinson"
     if how["method"] != "dopri5":
         how["options"] = {"step_size": 0.5 / config["steps"]}
     if how["field"] == "transformer":  # with views: beyond/transformer.py

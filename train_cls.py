@@ -79,7 +79,8 @@ def parse(argv=None):
 
 def check(parser, args, argv):
     """Options that go together, and those that come from another run."""
-    if bool(args.load) != (args.evaluate + bool(args.score) == 1):
+    options.check_data(parser, args, data.NAMES)
+    if args.evaluate + (args.score is not None) != bool(args.load):
         parser.error("--load RUN goes with one of --evaluate and --score PATH")
     if args.last and not args.evaluate:
         parser.error("--last goes with --load RUN and --evaluate")
@@ -284,7 +285,7 @@ def class_names(args):
 def main(argv=None):
     """The results, also printed: of one run, of --runs, of --evaluate or of --score."""
     args = parse(argv)
-    if args.score:
+    if args.score is not None:
         return score(args)
     if args.evaluate:
         return evaluate_only(args)

@@ -149,6 +149,13 @@ def refuse(parser, args, names, why):
             parser.error(f"--{name.replace('_', '-')} {why}")
 
 
+def check_data(parser, args, names):
+    """An error if options for a person's own sets go with one of the names of known data."""
+    if args.data in names and getattr(args, "score", None) is None:
+        why = f"is for your own sets, not for --data {args.data}"
+        refuse(parser, args, ("columns", "skip_bad", "noise"), why)
+
+
 def own_data(args):
     """What data.load reads of the options for a person's own sets."""
     return {"columns": args.columns, "skip_bad": args.skip_bad, "noise": args.noise}

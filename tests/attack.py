@@ -42,7 +42,7 @@ import data
 import train_cls
 import train_flow
 import train_temporal
-from support import checkpoints, files, meshes, options, training
+from support import checkpoints, files, meshes, modelnet, options, training
 
 SCRIPTS = {"cls": train_cls, "flow": train_flow, "temporal": train_temporal}
 SHORT = {  # a few seconds each, with several evaluations
@@ -313,7 +313,7 @@ class Readers:
             "idx": (idx, lambda path: data.read_idx(path, 3)),
             "idx.gz": (gzip.compress(idx), lambda path: data.read_idx(path, 3)),
             "cube.off": (off_cube(), lambda path: meshes.read_off(path.read_bytes(), path)),
-            "cache.npz": (self.cache(), meshes.read_cache),
+            "cache.npz": (self.cache(), modelnet.read_cache),
         }
         if importlib.util.find_spec("h5py"):
             tree = folder / "modelnet40_ply_hdf5_2048"
@@ -324,11 +324,11 @@ class Readers:
         points = np.random.default_rng(0).normal(size=(2, 9, 3))
         points -= points.mean(1, keepdims=True)
         points /= np.linalg.norm(points, axis=-1).max(1)[:, None, None]
-        meshes.write_cache(self.folder / "whole.npz", points.astype("f4"))
+        modelnet.write_cache(self.folder / "whole.npz", points.astype("f4"))
         return (self.folder / "whole.npz").read_bytes()
 
     def hdf5(self, path):
-        list(meshes._hdf5(path.parent, "chair", "train"))
+        list(modelnet._hdf5(path.parent, "chair", "train"))
 
     def best(self, path):
         training.load_best(self.model, path.parent)
