@@ -244,6 +244,16 @@ def check_times(path, known):
         raise training.UsageError(f"{path}: times from {first:g} to {last:g}: {within}: {way}")
 
 
+def check_own(args, split):
+    """An error where options do not fit a person's own training series."""
+    if args.match_times > (most := split.times.shape[-1]):
+        raise training.UsageError(f"--match-times {args.match_times}: series have up to {most}")
+    for batch in data.batches(split, args.batch_size, training=False) if args.pieces else ():
+        if batch.mask is not None or args.pieces > batch.x.shape[-2]:
+            why = f"sets must all have as many points, at least {args.pieces}"
+            raise training.UsageError(f"--pieces {args.pieces}: {why}: give --points")
+
+
 def usual_times(run):
     """Five evenly spaced times in the range of a run's own series; TIMES, if it has none."""
     span = (training.read_sets(run) or {}).get("times", TIMES)
@@ -519,9 +529,6 @@ def make_loss(args, split):
         return -found.mean() - split.log_unit
 
     def matching(model, batch):
-        if args.pieces and (batch.mask is not None or args.pieces > batch.x.shape[-2]):
-            why = f"sets must all have as many points, at least {args.pieces}"
-            raise training.UsageError(f"--pieces {args.pieces}: {why}: give --points")
         how = {"coupling": args.coupling, "pieces": args.pieces, "times": args.match_times}
         how["moments"] = args.moments
         error, kl = temporal_matching_loss(model, batch.x, batch.t, batch.mask, **how)
@@ -561,6 +568,7 @@ def train(args):
 def train_here(args, world):
     splits = load_series(args)
     check_training_memory(args, world, splits.train)
+    check_own(args, splits.train)
     if world.rank == 0:
         training.write_sets(args.out, splits.train)
     valid, steps = splits.valid.some(args.valid_series), data.steps(splits.train, args.batch_size)

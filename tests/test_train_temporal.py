@@ -20,7 +20,7 @@ import exnode
 import train_cls
 import train_temporal
 from exnode import TemporalSetVAE
-from support import training
+from support import own_sets, training
 from support.metrics import chamfer
 from support.pictures import COLOURS
 
@@ -667,7 +667,7 @@ def test_a_model_that_returns_the_truth_is_nearer_than_a_copy_of_the_nearest_set
 def test_built_in_digits_written_and_read_back_have_the_same_elbo(tmp_path):
     args = some_args()
     splits = few_series(args)
-    data.save(tmp_path / "digits.npz", splits)
+    own_sets.save(tmp_path / "digits.npz", splits)
     own = train_temporal.parse(["--data", str(tmp_path / "digits.npz"), "--batch-size", "16"])
     back, model = LOAD_SERIES(own), train_temporal.build(args, 2).eval()
     assert back.test.times.tolist() == args.times
@@ -688,6 +688,7 @@ def test_built_in_digits_written_and_read_back_have_the_same_elbo(tmp_path):
         ({"x": np.zeros((9, 4, 2))}, [], "has no times"),
         ({"x": np.ones((9, 3, 4, 2))}, ["--skip-bad"], "mine.npz"),
         ({}, ["--objective", "matching", "--pieces", "3"], "--pieces 3"),
+        ({}, ["--objective", "matching", "--match-times", "4"], "--match-times 4"),
         ({}, ["--category", "cat"], "no category"),
     ],
 )
