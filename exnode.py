@@ -401,11 +401,11 @@ class TemporalSetVAE(nn.Module):
         x, mask, _ = as_sets(self, self.dim, x, mask)
         if x.dim() != 4:
             raise ValueError(f"x must be (B, T, points, {self.dim}), not {tuple(x.shape)}")
-        t = read_times(t, len(x))
+        seen = torch.ones_like(x[..., 0, 0]).bool() if mask is None else mask.any(-1)
+        t = read_times(t, len(x), seen)
         if t.shape != x.shape[:2]:
             raise ValueError(f"x must hold sets at {t.shape[1]} times, not {tuple(x.shape)}")
         check_values(x.flatten(1, 2), None if mask is None else mask.flatten(1))
-        seen = torch.ones_like(x[..., 0, 0]).bool() if mask is None else mask.any(-1)
         return x, t, mask, seen
 
     def encode(self, x, t, mask=None) -> Posterior:
@@ -428,7 +428,7 @@ class TemporalSetVAE(nn.Module):
         z0 = as_tensor("z0", z0, self.decoder.mean, self.decoder.mean.dtype)
         if z0.dim() != 2 or z0.shape[-1] != self.latent:
             raise ValueError(f"z0 must be (B, {self.latent}), not {tuple(z0.shape)}")
-        t, t0 = read_times(t, len(z0)), torch.tensor([self.t0], dtype=torch.float64)
+        t, t0 = as_times(t, len(z0)), torch.tensor([self.t0], dtype=torch.float64)
         how = self.gradient, self.dynamics.parameters(), solver or self.solver, None, stats
         before, after = (side.unique() for side in (t[t < t0], t[t > t0]))  # of all series
         back = ode_solve(self.dynamics, z0, torch.cat([t0, before.flip(0)]), *how)
@@ -457,18 +457,23 @@ class TemporalSetVAE(nn.Module):
         return log_prob.sum(-1), posterior.kl()
 
     def decode(
-        self, z0, t, points, generator=None, continuous=False, solver=None, progress=iter
+        self, z0, t, points, generator=None, continuous=False, solver=None, progress=iter, mask=None
     ) -> Tensor:
         """Eq. 13: sets x̂ `(B, T, points, d)` at any times t, from base points y ~ N(0, I).
 
-        If continuous, each point has one y for all times, and so moves continuously.
+        If continuous, each point has one y for all times, and so moves continuously. Sets are of
+        the points in mask `(B, T, points)`, with zeros elsewhere.
         """
         check_counts(points=points)
-        z = self.latents(z0, t, solver)
+        seen = None if mask is None else mask.any(-1)
+        z = self.latents(z0, read_times(t, len(z0), seen), solver)
         y = normal((len(z), 1 if continuous else z.shape[1], points, self.dim), z, generator)
-        y = y.expand(-1, z.shape[1], -1, -1).flatten(0, 1)
-        x = self.decoder.decode_pieces(y, None, z.flatten(0, 1), solver, progress)
-        return x.unflatten(0, z.shape[:2])
+        y = y.expand(-1, z.shape[1], -1, -1)
+        if mask is None:
+            x = self.decoder.decode_pieces(y.flatten(0, 1), None, z.flatten(0, 1), solver, progress)
+            return x.unflatten(0, z.shape[:2])
+        x = self.decoder.decode_pieces(y[seen], mask[seen], z[seen], solver, progress)
+        return torch.zeros_like(y).masked_scatter(seen[..., None, None], keep(x, mask[seen]))
 
     @torch.no_grad()
     def sample(self, sets, t, points, generator=None, **how) -> Tensor:
@@ -499,14 +504,25 @@ class LatentField(nn.Module):
         return self.network(z)
 
 
-def read_times(t, batch):
-    """Times `(T,)` or `(batch, T)` as a float64 tensor `(batch, T)` on the CPU, checked."""
+def as_times(t, batch):
+    """Times `(T,)` or `(batch, T)` as a float64 tensor `(batch, T)` on the CPU."""
     t = as_tensor("t", t, torch.empty(0), torch.float64).cpu()
     if not t.dim() or not t.numel() or t.shape[:-1] not in ((), (batch,)):
         raise ValueError(f"t must be times (T,) or ({batch}, T), not {tuple(t.shape)}")
-    if not t.isfinite().all() or not (t.diff() > 0).all():
+    if not t.isfinite().all():
         raise ValueError(f"t must be finite and strictly increasing, not {t.tolist()}")
     return t.expand(batch, -1).clone()
+
+
+def read_times(t, batch, seen=None):
+    """as_times, increasing but for sets that were not `seen`, which may repeat the one before."""
+    rows = as_times(t, batch)
+    rises = rows.diff() > 0
+    if seen is not None and seen.shape == rows.shape:
+        rises |= (rows.diff() == 0) & ~seen[:, 1:].cpu()
+    if not rises.all():
+        raise ValueError(f"t must be finite and strictly increasing, not {rows.tolist()}")
+    return rows
 
 
 # --------------------------------------------------------------------------------- trained models

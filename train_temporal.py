@@ -7,6 +7,8 @@
     python train_temporal.py --load runs/temporal --sample 6 --times 0:1.5:0.05 --points 500
     python train_temporal.py --load runs/temporal --reconstruct mine.npy --at 0,0.3,0.55,1
     python train_temporal.py --load runs/temporal --evaluate --classifier runs/digits
+    python train_temporal.py --data mine.npz --objective matching --out runs/mine
+    python train_temporal.py --load runs/mine --reconstruct other.npz --times 0:3:0.1
 
     Sec. 4.4, five fixed times             --times
     App. C.3, recipe: 64 points, latent
@@ -19,7 +21,8 @@
     Fig. 7, conditional samples            reconstructions.png
     Fig. 8, interpolation of z₀            latent.png
 
-x is `(B, T, n, 2)`: B series of T sets; t is `(T,)`.
+x is `(B, T, n, d)`: B series of T sets; t is `(T,)`, or `(B, T)` for series with their own times;
+mask is `(B, T, n)`, True where a point exists, all False for a set that was not observed.
 
 Departures from the paper
 - Weights are selected by the ELBO of held-out series; the test series are read once, at the end.
@@ -39,6 +42,10 @@ Departures from the paper
   noise_level), so that 0.42 is the ELBO's own weight. Noise assigned to near points leaves less to
   explain: after 375 steps on the built-in digits (one seed, 32 points) the KL was 19 nats and
   rising with 0.043, 4.5 and falling with 0.22.
+- A person's own series (--data PATH, support/own_files.py) may have any d, sizes and times. Their
+  test: Chamfer distances of reconstructions to the observed sets of series with at least two, and
+  to every second inner set while the encoder does not see it (interpolation). Rival: a copy of the
+  nearest other set that is seen. There is no second draw of a set, so no floor.
 - In pictures and files a point keeps its base point y over time (Eq. 13 draws y anew at each time),
   so that it moves continuously; the distribution of the set at each time is the same.
 - "Halved every 50 epochs" is "after half the run", so that any budget has all of it.
@@ -64,13 +71,17 @@ from support.metrics import chamfer
 
 INTERVALS = 2  # of the run, each with half the learning rate of the one before
 HIDDEN = {"concatsquash": [512] * 3, "attention": [128] * 3, "transformer": [128] * 4}
-DIM = 2  # of a point
+TIMES, POINTS = [0.0, 0.25, 0.5, 0.75, 1.0], 64  # of the paper's series
 CHECKED_SERIES = 8  # test series that are solved once more, at a hundredth of the tolerance
 RENEWED = 20  # batches that batch normalisation's statistics are computed from anew
 ADVICE = "on a CPU, --objective matching trains the decoder without a solver"
 UNITS = "nats per point, in pixels: log p / n on half a canvas − 2 ln 14; kl in nats per series"
+OWN_UNITS = "nats per point, in the units of the file; kl in nats per series"
 FARTHEST = 1000  # time that anyone may ask for
-MODEL_OPTIONS = ("data", "category", "points", "times", "decoder", "hidden", "latent", "seed")
+MODEL_OPTIONS = (
+    "data", "columns", "skip_bad", "noise", "category", "points", "times", "decoder", "hidden",
+    "latent", "seed",
+)  # fmt: skip
 TRAINING = (  # options without a meaning for a finished run
     "objective", "kl", "coupling", "pieces", "match_times", "moments", "gradient", "valid_series",
     "finetune",
@@ -104,11 +115,12 @@ def parse(argv=None):
     parser = options.shared("Model sets over time.", "temporal", **usual)
     number = options.number
     add = parser.group("data")
-    help = "Trained times, or with --load those of the output: a list or start:stop:step."
-    add("--times", type=times, default="0,0.25,0.5,0.75,1", help=help)
-    help = "Number of points in each set."
-    add("--points", type=number(int, 1, below=10**10), default=64, help=help)
-    add("--category", help='Digits to read, such as "1,7"; if not given, all.')
+    help = "Trained times, or with --load those of the output: a list or start:stop:step; if not"
+    help += " given, 0,0.25,0.5,0.75,1. Your own series have theirs in the file."
+    add("--times", type=times, help=help)
+    help = "Number of points in each set; if not given, 64, or all those of your own series."
+    add("--points", type=number(int, 1, below=10**10), help=help)
+    add("--category", help='Digits or labels to read, such as "1,7"; if not given, all.')
     help = "Largest number of held-out series in an evaluation."
     add("--valid-series", type=number(int, 1), default=256, help=help)
     help = "Largest number of series in the test."
@@ -150,10 +162,11 @@ def parse(argv=None):
     add = parser.group("from a finished run")
     add("--evaluate", action="store_true", help="Only test the best weights of --load RUN.")
     add("--sample", type=number(int, 1), metavar="K", help="Draw K series from --load RUN.")
-    help = "Reconstruct your series, (T, n, 2) or (B, T, n, 2), centred, in units of half a canvas,"
-    help += " y up, NaN for a point that is not there."
-    add("--reconstruct", type=options.path, metavar="FILE.npy", help=help)
-    help = "Times of the sets in --reconstruct; if not given, evenly spaced from 0 to 1."
+    help = "Reconstruct your series: a file as for --data, with times, or a .npy file of (T, n, d)"
+    help += " or (B, T, n, d), NaN for a point that is not there. Digits are centred, in units of"
+    help += " half a canvas, y up."
+    add("--reconstruct", type=options.path, metavar="FILE", help=help)
+    help = "Times of the sets in a .npy file; if not given, evenly spaced from 0 to 1."
     add("--at", type=times, help=help)
     args = parser.parse_args(argv)
     if args.finetune and args.load:
@@ -178,19 +191,28 @@ def check(parser, args):
     tasks = [args.evaluate, args.sample is not None, args.reconstruct is not None]
     if sum(tasks) != bool(args.load):
         parser.error("--load RUN goes with one of --evaluate, --sample and --reconstruct")
-    if args.at and args.reconstruct is None:
-        parser.error("--at gives the times of --reconstruct")
-    if args.sample or args.reconstruct:
-        names = ("data", "category", "batch_size", "test_series", "classifier")
+    if args.at and Path(args.reconstruct or "").suffix != ".npy":
+        parser.error("--at gives the times of --reconstruct FILE.npy; other files have their own")
+    if args.sample or args.reconstruct is not None:
+        names = ("data", "category", "batch_size", "test_series", "classifier", "noise")
         options.refuse(parser, args, names, "is for the test series, which nothing reads here")
+        args.times = args.times or usual_times(args.load)
+    elif is_own(args):
+        names, why = ("times", "classifier"), "is for turning digits: own series have their times"
+        options.refuse(parser, args, names, why)
+        args.times = args.classifier = None
+    else:
+        args.times, args.points = args.times or TIMES, args.points or POINTS
+    if args.sample:
+        options.refuse(parser, args, ("columns", "skip_bad"), "is for files, which nothing reads")
     if args.objective == "elbo":
         names = ("kl", "coupling", "pieces", "match_times", "moments")
         options.refuse(parser, args, names, "is for --objective matching")
     if args.trace != parser.get_default("trace") and not reads_trace(args):
         parser.error("--trace: without --objective elbo or a transformer, nothing would read it")
-    if args.pieces > args.points and not args.load:
+    if args.points and args.pieces > args.points and not args.load:
         parser.error(f"argument --pieces: {args.pieces} of sets of {args.points} points")
-    if args.match_times > len(args.times) and not args.load:
+    if args.times and args.match_times > len(args.times) and not args.load:
         parser.error(f"argument --match-times: {args.match_times} is more than there are")
     return args
 
@@ -201,9 +223,52 @@ def reads_trace(args):
 
 
 # ------------------------------------------------------------------------------- series and model
+def is_own(args):
+    return args.data not in data.NAMES
+
+
 def load_series(args):
     kind = {"task": "temporal", "category": args.category, "points": args.points}
-    return data.load(args.data, args.root, seed=args.seed, times=args.times, **kind)
+    kind |= {"seed": args.seed, "times": args.times or TIMES, **options.own_data(args)}
+    splits = data.load(args.data, args.root, **kind)
+    check_times(args.data, splits.train.source.times)
+    return splits
+
+
+def check_times(path, known):
+    """An error unless times (T,) or (N, T) of series are near 0 and differ in float32."""
+    first, last = np.nanmin(known), np.nanmax(known)
+    if max(-first, last) > FARTHEST or (np.diff(np.float32(known)) <= 0).any():
+        way = "subtract the first, and choose another unit of time"
+        within = f"want steps that float32 resolves, from -{FARTHEST} to {FARTHEST}"
+        raise training.UsageError(f"{path}: times from {first:g} to {last:g}: {within}: {way}")
+
+
+def check_own(args, split):
+    """An error where options do not fit a person's own training series."""
+    if args.match_times > (most := split.times.shape[-1]):
+        raise training.UsageError(f"--match-times {args.match_times}: series have up to {most}")
+    for batch in data.batches(split, args.batch_size, training=False) if args.pieces else ():
+        if batch.mask is not None or args.pieces > batch.x.shape[-2]:
+            why = f"sets must all have as many points, at least {args.pieces}"
+            raise training.UsageError(f"--pieces {args.pieces}: {why}: give --points")
+
+
+def usual_times(run):
+    """Five evenly spaced times in the range of a run's own series; TIMES, if it has none."""
+    span = (training.read_sets(run) or {}).get("times", TIMES)
+    if not isinstance(span, list) or not all(isinstance(t, int | float) for t in span) or not span:
+        raise training.UsageError(f"{run}/sets.json: {str(span)[:40]} are no times")
+    return np.unique(np.linspace(span[0], span[-1], 5).round(9)).tolist()
+
+
+def choose_sizes(args, run, count):
+    """Points in each of `count` samples: --points, or as the training series of a run have them."""
+    info = training.read_sets(run)
+    if args.points or not info:
+        return np.full(count, args.points or POINTS)
+    size, series = np.array([pair for pairs in info["sizes"].values() for pair in pairs]).T
+    return np.random.default_rng(args.seed).choice(size, count, p=series / series.sum())
 
 
 def at_times(split, times):
@@ -216,31 +281,31 @@ def spread(count, most=11):
     return np.linspace(0, count - 1, min(count, most)).round().astype(np.int64)
 
 
-def build(args):
+def build(args, dim):
     try:
-        model = exnode.build(vars(args), DIM)
+        model = exnode.build(vars(args), dim)
     except ValueError as e:  # widths that the heads of attention do not divide
         raise training.UsageError(f"--hidden: {e}") from None
     if args.moments and not args.load:
-        model.moments = Moments(args.latent, dim=DIM)
+        model.moments = Moments(args.latent, dim=dim)
     return model
 
 
-def check_memory(args, world, sets, each, whole=0):
+def check_memory(args, world, points, sets, each, whole=0):
     """Estimated peak bytes for `sets` sets, with `each` numbers a point, and a whole output."""
-    pairs = 8 * args.points if args.decoder != "concatsquash" else 0
-    need = 4 * (whole + sets * args.points * (each + pairs))
-    training.check_memory(need, world, f"--points {args.points} with the other options")
+    pairs = 8 * points if args.decoder != "concatsquash" else 0
+    need = 4 * (whole + sets * points * (each + pairs))
+    training.check_memory(need, world, f"sets of {points} points with the other options")
 
 
-def check_training_memory(args, world):
+def check_training_memory(args, world, split):
     """What the encoder and one evaluation of the decoder hold; backpropagation holds about 30."""
-    sets = args.batch_size // world.size * len(args.times)
+    sets = min(args.batch_size, len(split)) // world.size * split.times.shape[-1]
     decoder = sum(args.hidden)
     if args.objective == "elbo":
-        decoder *= (1 + DIM) * (30 if args.gradient == "backprop" else 1)  # values and tangents
+        decoder *= (1 + split.dim) * (30 if args.gradient == "backprop" else 1)  # with tangents
     weights = (args.latent + max(args.hidden)) * (1024 + 3 * sum(args.hidden))
-    check_memory(args, world, sets, 4 * (1024 + decoder), 4 * weights)
+    check_memory(args, world, split.points, sets, 4 * (1024 + decoder), 4 * weights)
 
 
 def generator(args, world):
@@ -260,6 +325,16 @@ def shared_batches(split, args, world, what):
     return training.watch(what, batches, data.steps(split, args.batch_size, training=False))
 
 
+def full_mask(batch):
+    """The mask of a batch, also where all points exist."""
+    return torch.ones_like(batch.x[..., 0]).bool() if batch.mask is None else batch.mask
+
+
+def count_points(batch):
+    """Points that exist in each series, `(B,)`."""
+    return full_mask(batch).sum((1, 2))
+
+
 def test_trace(args):
     """The exact trace, or --trace for a transformer, which has no shortcut to it."""
     return args.trace if args.decoder == "transformer" else "exact"
@@ -268,15 +343,15 @@ def test_trace(args):
 @torch.no_grad()
 def measure_elbo(model, split, args, world):
     """The mean ELBO of a split's series and its parts, as UNITS says."""
-    total = torch.zeros(3, dtype=torch.float64, device=world.device)
-    draws, points = generator(args, world), len(split.times) * split.points
+    total = torch.zeros(4, dtype=torch.float64, device=world.device)
+    how = {"generator": generator(args, world), "trace": test_trace(args)}
     for batch in shared_batches(split, args, world, "ELBO"):
-        parts = model.elbo_terms(batch.x, batch.t, generator=draws, trace=test_trace(args))
+        parts, points = model.elbo_terms(batch.x, batch.t, batch.mask, **how), count_points(batch)
         log_p, kl = (part.double() for part in parts)
         log_p = log_p / points + split.log_unit
-        total += torch.stack([log_p, kl, (log_p - kl / points) ** 2]).sum(1)
-    log_p, kl, square = (world.sum(total) / len(split)).tolist()
-    elbo = log_p - kl / points
+        elbo = log_p - kl / points
+        total += torch.stack([elbo, log_p, kl, elbo**2]).sum(1)
+    elbo, log_p, kl, square = (world.sum(total) / len(split)).tolist()
     error = (max(square - elbo**2, 0) / max(len(split) - 1, 1)) ** 0.5
     results = {"elbo": elbo, "log_likelihood": log_p, "kl": kl, "standard_error": error}
     return {**results, "trace": test_trace(args)}
@@ -292,7 +367,7 @@ def tolerance_error(model, split, args, world):
     for solver in (model.solver, tight):  # with the same draws
         how = {"generator": generator(args, world), "trace": test_trace(args), "solver": solver}
         try:
-            found.append(model.elbo(batch.x, batch.t, **how) / batch.x[0, ..., 0].numel())
+            found.append(model.elbo(batch.x, batch.t, batch.mask, **how) / count_points(batch))
         except SolverError:
             return None  # unknown: at so small a tolerance there is no solution in this precision
     return (found[0] - found[1]).abs().max().item()
@@ -329,6 +404,54 @@ def measure_sets(model, split, args, world):
     return [dict(zip(names, (t, kind_of(t, trained), *row))) for t, row in zip(at, rows)]
 
 
+@torch.no_grad()
+def measure_own_sets(model, split, args, world):
+    """Mean Chamfer distances of model and copy to observed sets, and to those left out."""
+    total = torch.zeros(2, 3, dtype=torch.float64, device=world.device)
+    draws = generator(args, world)
+    for batch in shared_batches(split, args, world, "reconstruction"):
+        mask = full_mask(batch)
+        batch = batch._replace(mask=mask, t=batch.t.expand(mask.shape[:2]))
+        seen = mask.any(-1)
+        place, sets = seen.cumsum(1), seen.sum(1, keepdim=True)  # 1 is the first observed set
+        inner = seen & (place % 2 == 0) & (place < sets)
+        total[0] += sum_distances(model, batch, seen, seen & (sets > 1), draws)
+        total[1] += sum_distances(model, batch, seen & ~inner, inner, draws)
+    means = {}
+    for kind, (mine, copy, sets) in zip(("reconstruction", "interpolation"), world.sum(total)):
+        if sets:
+            means[kind] = {"model": (mine / sets).item(), "copy": (copy / sets).item()}
+    return means
+
+
+def sum_distances(model, batch, given, wanted, draws):
+    """Sums over `wanted` sets (B, T) of the distances of model and copy; how many sets these are.
+
+    Only `given` sets are seen. A reconstruction has as many points as its set.
+    """
+    x, mask, _, t, _ = batch
+    if not wanted.any():
+        return torch.zeros(3, dtype=torch.float64, device=x.device)
+    z0 = model.encode(x, t, mask & given[..., None]).mean
+    made = model.decode(z0, t, x.shape[-2], draws, mask=mask & wanted[..., None])
+    near = nearest(t, given)
+    found = []
+    for i in range(x.shape[1]):  # one by one, for their (B, n, n) distances
+        rows = wanted[:, i].nonzero()[:, 0]
+        true, there, other = x[rows, i], mask[rows, i], (rows, near[rows, i])
+        rivals = ((made[rows, i], there), (x[other], mask[other]))
+        each = [chamfer(rival, true, its, there).double().sum() for rival, its in rivals]
+        found.append(torch.stack([*each, each[0].new_tensor(len(rows))]))
+    return torch.stack(found).sum(0)
+
+
+def nearest(t, given):
+    """For each set at times t (B, T), which other one of the given sets is nearest in time."""
+    gap = (t[:, :, None] - t[:, None, :]).abs()
+    same = torch.eye(t.shape[1], dtype=torch.bool, device=t.device)
+    return gap.masked_fill(same | ~given[:, None, :], torch.inf).argmin(-1)
+
+
 def load_model(option, run, kind):
     """The trained model of a run, of the class `kind`."""
     try:
@@ -363,17 +486,21 @@ def test_metrics(model, split, args, world):
     """ELBO, and Chamfer distances for each time and on average over times of a kind."""
     if args.classifier:
         classifier = load_model("--classifier", args.classifier, exnode.SetClassifier)
-    split, means = split.some(args.test_series), {}
-    metrics, rows = measure_elbo(model, split, args, world), measure_sets(model, split, args, world)
+    split = split.some(args.test_series)
+    metrics = measure_elbo(model, split, args, world)
     metrics["tolerance_error"] = tolerance_error(model, split, args, world)
+    metrics |= {"tolerance": {k: model.solver[k] for k in ("rtol", "atol")}, "series": len(split)}
+    if is_own(args):
+        distances = measure_own_sets(model, split, args, world)
+        return metrics | {"units": OWN_UNITS, "chamfer": distances}
     if args.classifier:
         classifier.to(world.device)
         metrics["recognised"] = measure_recognition(model, classifier, split, args, world)
+    rows, means = measure_sets(model, split, args, world), {}
     for kind in dict.fromkeys(row["kind"] for row in rows):
         mine = [row for row in rows if row["kind"] == kind]
         means[kind] = {k: sum(r[k] for r in mine) / len(mine) for k in ("model", "copy", "floor")}
-    metrics |= {"tolerance": {k: model.solver[k] for k in ("rtol", "atol")}}
-    return metrics | {"units": UNITS, "series": len(split), "chamfer": means, "at_times": rows}
+    return metrics | {"units": UNITS, "chamfer": means, "at_times": rows}
 
 
 def show(metrics):
@@ -384,9 +511,10 @@ def show(metrics):
     training.say(f"test {form.format(**metrics)}; {metrics['units']}")
     if (off := metrics.get("tolerance_error")) is not None:
         training.say(f"at the solver's tolerance, series are off by up to {off:.2g} nats per point")
-    training.say(f"{'Chamfer distance':24}{'model':>9}{'copy':>9}{'floor':>9}")
-    for kind, row in metrics["chamfer"].items():
-        training.say(f"{kind:24}{row['model']:9.5f}{row['copy']:9.5f}{row['floor']:9.5f}")
+    for i, (kind, row) in enumerate(metrics["chamfer"].items()):
+        if not i:
+            training.say(f"{'Chamfer distance':24}" + "".join(f"{name:>11}" for name in row))
+        training.say(f"{kind:24}" + "".join(f"{value:11.5g}" for value in row.values()))
     if share := metrics.get("recognised"):
         form = "reconstructions labelled as the given sets {as_given:.3f}, rightly {right:.3f}; "
         training.say((form + "given sets rightly {given_right:.3f}").format(**share))
@@ -397,20 +525,20 @@ def make_loss(args, split):
     """The objective: −ELBO as in UNITS, or the matching error, what z tells, and the KL."""
 
     def elbo(model, batch):
-        points = batch.x[0, ..., 0].numel()
-        return -model.elbo(batch.x, batch.t).mean() / points - split.log_unit
+        found = model.elbo(batch.x, batch.t, batch.mask) / count_points(batch)
+        return -found.mean() - split.log_unit
 
     def matching(model, batch):
         how = {"coupling": args.coupling, "pieces": args.pieces, "times": args.match_times}
         how["moments"] = args.moments
-        error, kl = temporal_matching_loss(model, batch.x, batch.t, **how)
-        return error + args.kl * kl.mean() / batch.x[0].numel()
+        error, kl = temporal_matching_loss(model, batch.x, batch.t, batch.mask, **how)
+        return error + args.kl * (kl / count_points(batch)).mean() / model.dim
 
     return elbo if args.objective == "elbo" else matching
 
 
 def start(args, model, train):
-    """Weights of --finetune; a new decoder gets the units of the data, for matching."""
+    """Weights of --finetune; a new decoder gets the units of the data, but by ELBO of digits."""
     fresh = True
     if args.finetune:
         before = training.read_config(args.finetune)
@@ -419,15 +547,18 @@ def start(args, model, train):
         if bool(before.get("moments")) != bool(args.moments):
             new += ("moments.",)
         training.load_best(model, args.finetune, new)
-    if fresh and args.objective == "matching":
-        x = train.draw(np.arange(min(len(train), 500)))[0]
-        model.decoder.standardise(torch.from_numpy(x).to(model.decoder.mean.device))
+    if fresh and (args.objective == "matching" or is_own(args)):
+        x, mask, _ = train.draw(np.arange(min(len(train), 500)))
+        x = torch.from_numpy(x if mask is None else x[mask])
+        try:
+            model.decoder.standardise(x.to(model.decoder.mean.device))
+        except ValueError as e:
+            raise training.UsageError(f"--data {args.data}: {e}") from None
 
 
 def train(args):
     """One run: train, select, test, draw; the contents of its results.json."""
     world = training.connect(args)
-    check_training_memory(args, world)
     if args.classifier:  # a mistake shows before training
         load_model("--classifier", args.classifier, exnode.SetClassifier)
     with training.directory(args, world, "elbo") as results:
@@ -436,6 +567,10 @@ def train(args):
 
 def train_here(args, world):
     splits = load_series(args)
+    check_training_memory(args, world, splits.train)
+    check_own(args, splits.train)
+    if world.rank == 0:
+        training.write_sets(args.out, splits.train)
     valid, steps = splits.valid.some(args.valid_series), data.steps(splits.train, args.batch_size)
 
     def batches(epoch, start):
@@ -444,18 +579,20 @@ def train_here(args, world):
 
     def evaluate(model):
         some = itertools.islice(batches(0, 0), RENEWED)
-        training.renew_statistics(model, some, lambda model, batch: model.encode(batch.x, batch.t))
+        training.renew_statistics(model, some, lambda m, b: m.encode(b.x, b.t, b.mask))
         metrics = measure_elbo(model, valid, args, world)
         return {f"valid_{name}": metrics[name] for name in ("elbo", "log_likelihood", "kl")}
 
     begin = partial(start, args, train=splits.train)
-    run = training.begin(args, world, partial(build, args), begin, steps, INTERVALS)
+    make = partial(build, args, splits.train.dim)
+    run = training.begin(args, world, make, begin, steps, INTERVALS)
     model, advice = run.model, "" if args.cuda or args.objective == "matching" else ADVICE
     run.fit(make_loss(args, splits.train), batches, evaluate, best="valid_elbo", advice=advice)
     if world.rank == 0:
-        draw_curves(Path(args.out), args.objective)
+        draw_curves(Path(args.out), args)
         draw_samples(Path(args.out), args, model, generator(args, world))
-        draw_reconstructions(Path(args.out), args, model, splits.test, generator(args, world))
+        draw = draw_own_reconstructions if is_own(args) else draw_reconstructions
+        draw(Path(args.out), args, model, splits.test, generator(args, world))
     metrics = test_metrics(model, splits.test, args, world)
     show(metrics)
     return run.finish(metrics)
@@ -468,45 +605,56 @@ def frame(t, trained):
 
 
 def window(*sets):
-    """(−a, a) that holds all points but a hundredth, with room."""
-    size = np.concatenate([np.abs(s).ravel() for s in sets])
-    a = 1.2 * float(np.nanquantile(size, 0.99)) or 1.0
-    return (-a, a)
+    """The mean of all points, and (−a, a) about it that holds all but a hundredth, with room."""
+    points = np.concatenate([s.reshape(-1, s.shape[-1]) for s in sets])
+    middle = np.nanmean(points, 0)
+    a = 1.2 * float(np.nanquantile(np.abs(points - middle), 0.99)) or 1.0
+    return middle, (-a, a)
+
+
+def as_seen(x, middle):
+    """The points of a set (n, d) as pictures show them, in two or three axes; None if none."""
+    x = (x - middle)[~np.isnan(x).any(-1), :3]
+    x = np.pad(x, ((0, 0), (0, 1))) if x.shape[-1] == 1 else x
+    return x if len(x) else None
 
 
 def draw_rows(path, rows, trained, title):
     """Rows (label, times, sets (T, n, d)): of the model, in boxes, if the label is not in grey."""
+    middle, limits = window(*(sets for _, _, sets in rows))
     titles = [[f"t = {t:.4g}" for t in times] for _, times, _ in rows]
     grey = [label in ("true", "given") for label, _, _ in rows]
     frames = [[None if g else frame(t, trained) for t in row[1]] for g, row in zip(grey, rows)]
     picture = pictures.point_grid(
-        [[x[~np.isnan(x).any(-1)] for x in sets] for _, _, sets in rows],
+        [[as_seen(x, middle) for x in sets] for _, _, sets in rows],
         titles=titles[0] if all(t == titles[0] for t in titles) else titles,
         row_labels=[label for label, _, _ in rows],
         frames=frames,
         title=title,
         colours=["grey" if g else "blue" for g in grey],
-        limits=window(*(sets for _, _, sets in rows)),
+        limits=limits,
     )
     pictures.write_png(path, picture)
 
 
 def draw_moving(path, x, times, trained, title, across=6):
     """An animation of series x (B, T, n, d): a frame for each time."""
-    limits, images = window(x), []
+    (middle, limits), images = window(x), []
     for k, t in enumerate(times):
-        rows = [list(x[i : i + across, k]) for i in range(0, len(x), across)]
+        sets = [as_seen(series[k], middle) for series in x]
+        rows = [sets[i : i + across] for i in range(0, len(x), across)]
         frames = [[frame(t, trained)] * len(row) for row in rows]
         head = f"{title}, t = {t:.2f}"
         images.append(pictures.point_grid(rows, frames=frames, title=head, limits=limits))
     pictures.write_apng(path, images, [0.1] * (len(images) - 1) + [1.0])
 
 
-def draw_curves(out, objective):
+def draw_curves(out, args):
     """curves.png: ELBO, KL and loss, one above the other."""
-    line = partial(training.curve, out)
+    line, objective = partial(training.curve, out), args.objective
+    units = "the units of the file" if is_own(args) else "pixels"
     held = {"ELBO": line("valid_elbo"), "log-likelihood": line("valid_log_likelihood")}
-    panels = [(held, "nats per point", "held-out series, in pixels")]
+    panels = [(held, "nats per point", f"held-out series, in {units}")]
     panels += [({"KL": line("valid_kl")}, "nats per series", "held-out series")]
     panels += [({"loss": line("loss")}, objective, f"training by --objective {objective}")]
     images = [pictures.curves(s, "step", y, title, size=(720, 260)) for s, y, title in panels]
@@ -515,14 +663,69 @@ def draw_curves(out, objective):
 
 def draw_samples(out, args, model, draws):
     """samples.png and moving.png: series from the prior."""
-    trained, at = args.times, test_times(args.times)
-    x = model.sample(6, at, **moving(args, draws)).cpu().numpy()
+    if is_own(args):
+        at, title = usual_times(out), "samples"
+        trained = fine = np.unique(np.linspace(at[0], at[-1], 29).round(9)).tolist()
+    else:
+        trained, at = args.times, test_times(args.times)
+        title = "samples; red: between trained times, green: beyond"
+        fine = np.linspace(trained[0], trained[-1] + 0.5, 31).round(9).tolist()
+    x = draw_series(args, model, out, 6, at, draws)
     rows = [(str(i + 1), at, sets) for i, sets in enumerate(x)]
-    title = "samples; red: between trained times, green: beyond"
-    draw_rows(out / "samples.png", rows, trained, title)
-    fine = np.linspace(trained[0], trained[-1] + 0.5, 31).round(9).tolist()
-    x = model.sample(12, fine, **moving(args, draws)).cpu().numpy()
+    draw_rows(out / "samples.png", rows, at if is_own(args) else trained, title)
+    x = draw_series(args, model, out, 12, fine, draws)
     draw_moving(out / "moving.png", x, fine, trained, "samples")
+
+
+def draw_series(args, model, run, count, times, draws):
+    """Series from the prior, `(count, T, n, d)`, NaN where there is no point."""
+    mask = as_mask(choose_sizes(args, run, count), len(times)).to(draws.device)
+    how = {**moving(args, draws), "points": mask.shape[-1], "mask": shown_mask(mask)}
+    return with_nan(model.sample(count, times, **how), mask)
+
+
+def as_mask(sizes, times):
+    """The mask `(B, T, n)` of series whose sets have these numbers of points `(B,)`."""
+    mask = torch.arange(int(sizes.max())) < torch.from_numpy(sizes)[:, None]
+    return mask[:, None].repeat(1, times, 1)
+
+
+def shown_mask(mask):
+    """None for a mask that leaves nothing out."""
+    return None if mask.all() else mask
+
+
+def with_nan(x, mask):
+    return x.masked_fill(~mask[..., None], torch.nan).cpu().numpy()
+
+
+@torch.no_grad()
+def draw_own_reconstructions(out, args, model, split, draws):
+    """reconstructions.png and latent.png of (up to) four of a person's own test series."""
+    few = split.some(4)
+    batch = next(data.batches(few, len(few), training=False, device=draws.device))
+    mask = full_mask(batch)
+    z0 = model.encode(batch.x, batch.t, mask).mean
+    how = {**moving(args, draws), "points": mask.shape[-1]}
+    made = with_nan(model.decode(z0, batch.t, mask=mask, **how), mask)
+    truth, t = with_nan(batch.x, mask), batch.t.expand(mask.shape[:2]).tolist()
+    rows, known = [], [time for times in t for time in times]
+    for i, seen in enumerate(mask.any(-1).cpu().numpy()):
+        pick = np.flatnonzero(seen)[spread(seen.sum(), 5)]
+        times = [t[i][k] for k in pick]
+        rows += [("true", times, truth[i, pick]), ("model", times, made[i, pick])]
+    title = "test series, and what the model makes of them"
+    draw_rows(out / "reconstructions.png", rows, known, title)
+    draw_latent(out, model, z0, usual_times(out), known, (rows[0], rows[-2]), how)
+
+
+def draw_latent(out, model, z0, at, trained, ends, how):
+    """latent.png: z₀ on a line between those of two series, whose rows are `ends`."""
+    share = torch.linspace(0, 1, 6, device=z0.device)[:, None]
+    x = model.decode(torch.lerp(z0[:1], z0[-1:], share), at, **how).cpu().numpy()
+    rows = [(f"{a:.1f}", at, sets) for a, sets in zip(share[:, 0].tolist(), x)]
+    title = "z0 on the line between those of two test series"
+    draw_rows(out / "latent.png", [ends[0], *rows, ends[1]], trained, title)
 
 
 @torch.no_grad()
@@ -538,28 +741,41 @@ def draw_reconstructions(out, args, model, split, draws):
     pairs = [(("true", at, a), ("model", at, b)) for a, b in zip(truth, x)]
     title = "test series, and what the model makes of their sets at times without a box"
     draw_rows(out / "reconstructions.png", [row for pair in pairs for row in pair], trained, title)
-    share = torch.linspace(0, 1, 6, device=draws.device)[:, None]
-    x = model.decode(torch.lerp(z0[:1], z0[-1:], share), at, **moving(args, draws)).cpu().numpy()
-    rows = [(f"{a:.1f}", at, sets) for a, sets in zip(share[:, 0].tolist(), x)]
-    rows = [("true", at, truth[0]), *rows, ("true", at, truth[-1])]
-    draw_rows(out / "latent.png", rows, trained, "z0 on the line between those of two test series")
+    ends = [("true", at, truth[k]) for k in (0, -1)]
+    draw_latent(out, model, z0, at, trained, ends, moving(args, draws))
 
 
 # --------------------------------------------------------------------------------- finished runs
-def restore(args, series=1, given=0):
-    """The best model of --load, and where it is, to decode `series`; `given` points are encoded."""
-    world = training.connect(args)
-    whole = 6 * series * len(args.times) * args.points  # the output, while it is made
-    check_memory(args, world, 1, 8 * max(args.hidden), whole + 2048 * given)
-    model = load_model("--load", args.load, exnode.TemporalSetVAE)
-    training.make_folder(args.out)
+def restore(args):
+    """The best model of --load, and where it is."""
+    world, model = training.connect(args), load_model("--load", args.load, exnode.TemporalSetVAE)
     return world, model.to(world.device)
 
 
+def check_output_memory(args, world, series, points, given=0):
+    """For `series` of output with so many points a set, while `given` points are encoded."""
+    whole = 6 * series * len(args.times) * points  # the output, while it is made
+    check_memory(args, world, points, 1, 8 * max(args.hidden), whole + 2048 * given)
+    training.make_folder(args.out)
+
+
+def trained_times(args):
+    """Times without a box in pictures: --times of the run, or all in the range of own series."""
+    if before := training.read_config(args.load).get("times"):
+        return before
+    known = usual_times(args.load)
+    first, last = known[0], known[-1]
+    return sorted({first, last} | {t for t in args.times if first <= t <= last})
+
+
 def write_series(args, name, x, rows, trained, title):
-    """Series x as NAME.npy, NAME.png and NAME-moving.png in --out."""
+    """Series x, NaN where there is no point, as NAME.npy, .npz, .png and -moving.png in --out."""
     name = Path(args.out) / name
     write_whole(f"{name}.npy", lambda f: np.save(f, x))
+    there = ~np.isnan(x).any(-1)
+    arrays = {"x": np.nan_to_num(x), "mask": there, "time": np.array(args.times)}
+    if x.ndim == 4:  # as --data and --reconstruct read it
+        write_whole(f"{name}.npz", lambda f: np.savez(f, **arrays))
     draw_rows(f"{name}.png", rows, trained, title)
     moving, pick = x if x.ndim == 4 else x[None], spread(len(args.times), 200)
     times = [args.times[k] for k in pick]
@@ -570,40 +786,87 @@ def write_series(args, name, x, rows, trained, title):
 
 def sample(args):
     """--sample: K series from the prior, at --times."""
-    world, model = restore(args, args.sample)
-    x = model.sample(args.sample, args.times, **moving(args, generator(args, world))).cpu().numpy()
+    world, model = restore(args)
+    check_output_memory(args, world, args.sample, int(choose_sizes(args, args.load, 100).max()))
+    x = draw_series(args, model, args.load, args.sample, args.times, generator(args, world))
     pick = spread(len(args.times))
     at = [args.times[k] for k in pick]
     rows = [(str(i + 1), at, sets[pick]) for i, sets in enumerate(x[:10])]
-    name = f"samples-{args.sample}x{args.points}-seed{args.seed}"
-    return write_series(args, name, x, rows, training.read_config(args.load)["times"], "samples")
+    name = f"samples-{args.sample}x{x.shape[2]}-seed{args.seed}"
+    return write_series(args, name, x, rows, trained_times(args), "samples")
 
 
 def reconstruct(args):
     """--reconstruct: a person's own series, as the model sees them, at --times."""
-    x, one = read_series(args.reconstruct)
-    at = args.at or np.linspace(0, 1, x.shape[1]).round(9).tolist()
-    if len(at) != x.shape[1]:
-        raise training.UsageError(f"--at has {len(at)} times for the {x.shape[1]} sets of a series")
-    few = max(1, exnode.PIECE // x[0, ..., 0].size)  # series that are encoded at once
-    world, model = restore(args, len(x), x[:few, ..., 0].size)
-    made, draws = [], generator(args, world)
-    for part in training.watch("series", torch.from_numpy(x).split(few)):
-        there, part = ~part.isnan().any(-1), part.nan_to_num().to(world.device)
-        how = {"mask": there.to(world.device), **moving(args, draws)}
-        made.append(model.reconstruct(part, at, args.times, **how).cpu())
-    made = torch.cat(made).numpy()
-    rows, given, pick = [], spread(len(at)), spread(len(args.times))
-    for series, sets in zip(x[:5], made):
-        rows.append(("given", [at[k] for k in given], series[given]))
+    world, model = restore(args)
+    one = False
+    if Path(args.reconstruct).suffix == ".npy":
+        x, one = read_series(args.reconstruct, model.dim)
+        made, given, at = reconstruct_array(args, world, model, x)
+    else:
+        made, given, at = reconstruct_file(args, world, model)
+    rows, pick = [], spread(len(args.times))
+    for (times, series), sets in zip(given, made):
+        some = spread(len(times))
+        rows.append(("given", [times[k] for k in some], series[some]))
         rows.append(("model", [args.times[k] for k in pick], sets[pick]))
     name = f"{Path(args.reconstruct).stem}-reconstructed"
     title = "given series, and what the model makes of it"
     return write_series(args, name, made[0] if one else made, rows, at, title)
 
 
-def read_series(path):
-    """Series (B, T, n, 2) in a file, NaN where there is no point; and whether axis B was added."""
+def reconstruct_array(args, world, model, x):
+    """Series x (B, T, n, d) at --at, made anew at --times; the first five; times without a box."""
+    at = args.at or np.linspace(0, 1, x.shape[1]).round(9).tolist()
+    if len(at) != x.shape[1]:
+        raise training.UsageError(f"--at has {len(at)} times for the {x.shape[1]} sets of a series")
+    points = args.points or x.shape[2]
+    few = max(1, exnode.PIECE // x[0, ..., 0].size)  # series that are encoded at once
+    check_output_memory(args, world, len(x), points, x[:few, ..., 0].size)
+    made, draws = [], generator(args, world)
+    for part in training.watch("series", torch.from_numpy(x).split(few)):
+        there, part = ~part.isnan().any(-1), part.nan_to_num().to(world.device)
+        how = {"mask": there.to(world.device), **moving(args, draws), "points": points}
+        made.append(model.reconstruct(part, at, args.times, **how).cpu())
+    return torch.cat(made).numpy(), [(at, series) for series in x[:5]], at
+
+
+@torch.no_grad()
+def reconstruct_file(args, world, model):
+    """Series of a file made anew at --times; its first five; times without a box."""
+    split = data.load_all(args.reconstruct, args.data, **options.own_data(args))
+    if split.times is None or split.dim != model.dim:
+        got = f"{split.dim}-D sets" + ("" if split.times is not None else " without times")
+        want = f"want series of {model.dim}-D sets"
+        raise training.UsageError(f"--reconstruct {args.reconstruct}: {got}: {want}")
+    check_times(args.reconstruct, split.times)
+    sizes = np.full(len(split), args.points) if args.points else split.sizes
+    points, each = int(sizes.max()), split.times.shape[-1] * int(split.sizes.max())
+    few = max(1, exnode.PIECE // each)  # series that are encoded at once
+    check_output_memory(args, world, len(split), points, few * each)
+    made = np.full((len(split), len(args.times), points, model.dim), np.nan, np.float32)
+    given, draws, where = {}, generator(args, world), np.arange(len(split))
+    parts = np.split(where, range(few, len(split), few))
+    for batch, part in zip(data.batches(split, few, training=False, device=world.device), parts):
+        z0 = model.encode(batch.x, batch.t, batch.mask).mean
+        mask = as_mask(sizes[part], len(args.times)).to(world.device)
+        how = {**moving(args, draws), "points": mask.shape[-1], "mask": shown_mask(mask)}
+        rows = split.index[part]  # as in the file
+        made[rows, :, : mask.shape[-1]] = with_nan(model.decode(z0, args.times, **how), mask)
+        given |= {i: series for i, series in zip(rows, observed_series(batch)) if i < 5}
+    return made, [given[i] for i in sorted(given)], trained_times(args)
+
+
+def observed_series(batch):
+    """For each series of a batch its observed times, and the sets there, NaN for no point."""
+    mask = full_mask(batch)
+    x, t = with_nan(batch.x, mask), batch.t.expand(mask.shape[:2])
+    seen = mask.any(-1).cpu()
+    return [(t[i].cpu()[seen[i]].tolist(), x[i][seen[i].numpy()]) for i in range(len(x))]
+
+
+def read_series(path, dim):
+    """Series (B, T, n, d) in a file, NaN where there is no point; and whether axis B was added."""
 
     def wrong(why):
         return training.UsageError(f"--reconstruct {path}: {why}")
@@ -616,8 +879,8 @@ def read_series(path):
         raise wrong(str(e).partition("\n")[0] or "empty") from None
     if not isinstance(x, np.ndarray) or x.dtype.kind not in "fiu":
         raise wrong("not one array of numbers")
-    if x.ndim not in (3, 4) or x.shape[-1] != DIM or not x.size:
-        raise wrong(f"shape {x.shape}, not (T, n, {DIM}) or (B, T, n, {DIM})")
+    if x.ndim not in (3, 4) or x.shape[-1] != dim or not x.size:
+        raise wrong(f"shape {x.shape}, not (T, n, {dim}) or (B, T, n, {dim})")
     with np.errstate(over="ignore"):
         x = x.astype(np.float32)
     odd = np.isinf(x).any(-1) | (np.isnan(x).any(-1) != np.isnan(x).all(-1))
@@ -630,7 +893,12 @@ def read_series(path):
 
 def evaluate_only(args):
     world, model = restore(args)
-    test = test_metrics(model, load_series(args).test, args, world)
+    test = load_series(args).test
+    if test.dim != model.dim:
+        raise training.UsageError(f"--load {args.load}: a model of {model.dim}-D, not {test.dim}-D")
+    check_memory(args, world, test.points, 1, 8 * max(args.hidden))
+    training.make_folder(args.out)
+    test = test_metrics(model, test, args, world)
     show(test)
     return training.write_evaluation(test, args, world)
 

@@ -159,7 +159,7 @@ def temporal_matching_loss(
     """
     if moments and not hasattr(vae, "moments"):
         raise ValueError(f"moments={moments}: attach a head first, vae.moments = Moments(…)")
-    x, t, mask, _ = vae.read(x, t, mask)
+    x, t, mask, seen = vae.read(x, t, mask)
     if pieces and (mask is not None or not 0 < pieces <= x.shape[-2]):
         raise ValueError(f"pieces={pieces} of sets of {x.shape[-2]} points, without a mask")
     posterior = vae.encode(x, t, mask)
@@ -168,8 +168,10 @@ def temporal_matching_loss(
         sets, own, latents = observed(x, mask, z)
         loss = moments * vae.moments(vae.decoder.to_units(sets, own), latents, own)
     if times:
-        some = torch.randperm(x.shape[1], device=x.device, generator=generator)[:times]
-        x, z, mask = x[:, some], z[:, some], None if mask is None else mask[:, some]
+        rank = torch.randperm(x.shape[1], device=x.device, generator=generator).argsort()
+        some = torch.where(seen, rank, x.shape[1]).argsort(-1)[:, :times]  # of the observed ones
+        x, z = x.take_along_dim(some[..., None, None], 1), z.take_along_dim(some[..., None], 1)
+        mask = None if mask is None else mask.take_along_dim(some[..., None], 1)
     x, mask, z = observed(x, mask, z)
     whole = matching_loss(vae.decoder, x, mask, z, coupling, generator)
     if not pieces:

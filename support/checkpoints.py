@@ -38,6 +38,8 @@ def write_json(path, value):
 def write_sets(out, split):
     """sets.json: what the training sets are like, for whoever samples or scores by the run."""
     found = {"dim": split.dim, "sizes": split.sizes_by_class()}
+    if split.times is not None:
+        found["times"] = [float(np.nanmin(split.times)), float(np.nanmax(split.times))]
     write_json(Path(out) / "sets.json", found)
 
 

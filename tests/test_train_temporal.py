@@ -20,7 +20,7 @@ import exnode
 import train_cls
 import train_temporal
 from exnode import TemporalSetVAE
-from support import training
+from support import own_sets, training
 from support.metrics import chamfer
 from support.pictures import COLOURS
 
@@ -94,7 +94,7 @@ WORLD = training.World(torch.device("cpu"))
 @pytest.mark.parametrize("objective", ["matching", "elbo"])
 def test_each_objective_improves_the_elbo_and_leaves_all_files(runs, objective):
     out, results = runs[objective]
-    names = {"config.json", "metrics.jsonl", "last.pt", "best.pt", "results.json"}
+    names = {"config.json", "sets.json", "metrics.jsonl", "last.pt", "best.pt", "results.json"}
     names |= {"samples.png", "moving.png", "reconstructions.png", "latent.png", "curves.png"}
     assert {p.name for p in out.iterdir()} == names
     first, last = lines(out)[0], lines(out)[-1]
@@ -221,7 +221,7 @@ def test_the_measured_elbo_has_no_noise_of_the_trace_whatever_training_has():
 def test_the_elbo_is_per_point_in_pixels():
     """A decoder that moves nothing has N(0, I) in units of 14 pixels, and a KL of 0."""
     args = some_args()
-    model, split = train_temporal.build(args).eval(), few_series(args).valid
+    model, split = train_temporal.build(args, 2).eval(), few_series(args).valid
     with torch.no_grad():
         for p in (*model.decoder.parameters(), *model.mean.parameters()):
             p.zero_()
@@ -249,7 +249,7 @@ def test_true_sets_at_other_times_are_the_same_digits_turned_and_drawn_anew():
 
 def test_a_model_that_copies_scores_as_the_copy_and_near_the_floor_only_where_trained(monkeypatch):
     args = some_args("--points", "32")
-    model, split = train_temporal.build(args).eval(), few_series(args).test
+    model, split = train_temporal.build(args, 2).eval(), few_series(args).test
     at, shown = train_temporal.test_times(args.times), []
     assert at == [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5]
 
@@ -361,7 +361,7 @@ def test_finetuning_starts_from_a_run_and_changes_what_it_is_told(runs, tmp_path
         assert lines(tmp_path / name)[0]["valid_elbo"] == pytest.approx(best)
     assert lines(tmp_path / "kept")[1]["loss"] > lines(tmp_path / "dropped")[1]["loss"] + 0.1
     args = train_temporal.parse(["--finetune", str(out), *how, "--moments", "5"])
-    model, state = train_temporal.build(args), training.read_checkpoint(out / "best.pt")["model"]
+    model, state = train_temporal.build(args, 2), training.read_checkpoint(out / "best.pt")["model"]
     train_temporal.start(args, model, None)
     assert model.moments.linear.weight.equal(state["moments.linear.weight"])
     code, err = run_here(capsys, "--load", out, "--evaluate", "--test-series", "16")
@@ -404,7 +404,7 @@ def test_samples_of_a_run_depend_on_the_seed_only(run, tmp_path):
         options = ["--sample", "3", "--times", "0:1.5:0.25", "--points", "9", "--seed", seed]
         out = tmp_path / name
         found = train_temporal.main(["--load", str(run), *options, "--out", str(out)])
-        assert {p.suffix for p in out.iterdir()} == {".npy", ".png"}
+        assert {p.suffix for p in out.iterdir()} == {".npy", ".npz", ".png"}
         pixels, _ = read_png(out / f"samples-3x9-seed{seed}.png")
         assert has(pixels, "red")
         assert has(pixels, "green")
@@ -419,7 +419,7 @@ def test_samples_of_a_run_depend_on_the_seed_only(run, tmp_path):
 
 
 def test_points_move_continuously_in_time():
-    model = train_temporal.build(some_args()).eval()
+    model = train_temporal.build(some_args(), 2).eval()
     how = train_temporal.moving(some_args(), torch.Generator().manual_seed(0))
     x = model.sample(5, [0.5, 0.501, 1.5], **how).detach()
     step, long = (x[:, k] - x[:, 0] for k in (1, 2))
@@ -535,6 +535,184 @@ def test_a_file_that_is_no_array_is_one_line_and_exit_code_2(run, tmp_path, caps
         code, err = run_here(capsys, "--load", run, "--reconstruct", tmp_path / name)
         assert (code, err.count("\n")) == (2, 1), name
         assert name in err
+
+
+# ------------------------------------------------------------------------------- own series
+def write_own(path, dim=2, count=24, seed=0):
+    """Ragged series that drift along the first axis, each with 1 to 5 times of its own."""
+    rng, rows = np.random.default_rng(seed), []
+    for i in range(count):
+        times = np.sort(rng.choice(12, 1 + (i + 2) % 5, replace=False)) / 4
+        for t in times:
+            for _ in range(rng.integers(1, 7)):
+                rows.append((i, t, *(10 + 3 * rng.normal(size=dim) + t * np.eye(dim)[0])))
+    rows = np.array(rows)
+    np.savez(path, points=rows[:, 2:], set=rows[:, 0].astype(int), time=rows[:, 1])
+    return str(path)
+
+
+OWN = ["--hidden", "8,8", "--latent", "2", "--batch-size", "6", "--epochs", "2", "--every", "3"]
+
+
+@pytest.fixture(scope="module", params=[("elbo", 2), ("matching", 3), ("matching", 1)])
+def own_run(request, tmp_path_factory):
+    """A run on ragged series with times of their own: folder, results, dimension."""
+    out, (objective, dim) = tmp_path_factory.mktemp("own"), request.param
+    options = ["--data", write_own(out / "mine.npz", dim), "--out", str(out / "run")]
+    more = ["--moments", "1", "--match-times", "2"] if objective == "matching" else []
+    how = [*OWN, *options, "--objective", objective, *more]
+    return out, train_temporal.main(how), dim
+
+
+def test_own_series_train_by_either_objective_and_are_tested_beside_a_copy(own_run):
+    out, results, dim = own_run
+    test = results["test"]
+    assert math.isfinite(test["elbo"])
+    assert "units of the file" in test["units"]
+    assert list(test["chamfer"]) == ["reconstruction", "interpolation"]
+    for row in test["chamfer"].values():
+        assert list(row) == ["model", "copy"]
+        assert min(row.values()) > 0
+    for name in ("samples", "moving", "reconstructions", "latent", "curves"):
+        pixels = read_png(out / "run" / f"{name}.png")[0].astype(int)
+        assert (np.ptp(pixels, -1) > 60).sum() > 50  # blue, in 3-D in several shades
+    model = exnode.load(out / "run")
+    assert model.dim == dim
+    assert model.decoder.mean == pytest.approx(torch.full((dim,), 10.5), abs=1.5)
+    again = train_temporal.main(["--load", str(out / "run"), "--evaluate"])
+    assert again["test"] == test
+
+
+def test_samples_of_own_series_have_sizes_and_times_of_the_training_series(own_run):
+    out, _, dim = own_run
+    made = train_temporal.main(["--load", str(out / "run"), "--sample", "30"])
+    known = json.loads((out / "run" / "sets.json").read_text())
+    assert made["times"] == pytest.approx(np.linspace(*known["times"], 5))
+    size = (~np.isnan(made["sets"]).any(-1)).sum(-1)
+    assert (size == size[:, :1]).all()
+    every = {n for pairs in known["sizes"].values() for n, _ in pairs}
+    assert len(set(size[:, 0])) > 1
+    assert set(size[:, 0]) <= every
+    options = ["--load", str(out / "run"), "--sample", "2", "--points", "9", "--times", "0,4"]
+    assert train_temporal.main(options)["sets"].shape == (2, 2, 9, dim)
+    back = data.load_all(made["file"].replace(".npy", ".npz"), "mine.npz")
+    assert sorted(back.sizes) == sorted(size[:, 0])
+
+
+def test_any_file_of_series_is_reconstructed_in_its_order(own_run, tmp_path):
+    out, _, dim = own_run
+    path = write_own(tmp_path / "other.npz", dim, count=9, seed=1)
+    options = ["--load", str(out / "run"), "--reconstruct", path, "--out", str(tmp_path)]
+    made = train_temporal.main([*options, "--times", "0,1"])["sets"]
+    split = data.load_all(path, "mine.npz")
+    sizes = np.empty(9, int)
+    sizes[split.index] = split.sizes
+    assert ((~np.isnan(made).any(-1)).sum(-1) == sizes[:, None]).all()
+    assert made.shape == (9, 2, sizes.max(), dim)
+    model = exnode.load(out / "run")
+    batch = next(data.batches(split, 9, training=False))
+    z0 = model.encode(batch.x, batch.t, batch.mask).mean.detach()[np.argsort(split.index)]
+    near = model.decode(z0, [0.0, 1.0], 400, torch.Generator().manual_seed(0)).detach().numpy()
+    assert np.nanmean(made) == pytest.approx(near.mean(), abs=1)
+
+
+def test_padding_and_sets_that_were_not_observed_change_no_measure(tmp_path):
+    path = write_own(tmp_path / "mine.npz")
+    args = train_temporal.parse(["--data", path, *OWN])
+    splits = LOAD_SERIES(args)
+    model = train_temporal.build(args, 2).eval()
+    train_temporal.start(args, model, splits.train)
+    batch = next(data.batches(splits.train, 12))
+    x, mask = batch.x, batch.mask
+    t = torch.cat([batch.t, batch.t[:, -1:] + torch.tensor([[1.0, 2.0]])], 1)
+    wide = torch.nn.functional.pad(mask, (0, 3, 0, 2))
+    x = torch.nn.functional.pad(x, (0, 0, 0, 3, 0, 2), value=7.0)
+    padded = batch._replace(x=x, mask=wide, t=t)
+    assert torch.equal(*map(train_temporal.count_points, (batch, padded)))
+    found = []
+    for some in (batch, padded):
+        how = {"generator": torch.Generator().manual_seed(0), "trace": "exact"}
+        with torch.no_grad():
+            found.append(model.elbo(some.x, some.t, some.mask, **how))
+    torch.testing.assert_close(*found)
+    seen = wide.any(-1)
+    given = train_temporal.nearest(t, seen)
+    many = seen.sum(-1) > 1
+    assert torch.equal(given[many, :3], train_temporal.nearest(batch.t, mask.any(-1))[many, :3])
+
+
+def test_a_model_that_returns_the_truth_is_nearer_than_a_copy_of_the_nearest_set(monkeypatch):
+    """Three sets of one point at 0, 1 and 5, at times 0, 1 and 3; then a set with none."""
+    x = torch.tensor([0.0, 1, 5, 9])[None, :, None, None]
+    mask = torch.tensor([True, True, True, False])[None, :, None]
+    t, kept = torch.tensor([[0.0, 1, 3, 3]]), []
+    batch = data.Batch(x, mask, torch.zeros(1), t, None)
+
+    class Perfect:
+        def encode(self, x, t, mask):
+            kept.append(mask[0, :, 0].tolist())
+            return exnode.Posterior(x, x)
+
+        def decode(self, z0, t, points, draws, mask):
+            return z0
+
+    monkeypatch.setattr(train_temporal, "shared_batches", lambda *_: [batch])
+    args = some_args()
+    found = train_temporal.measure_own_sets(Perfect(), None, args, WORLD)
+    assert kept == [[True, True, True, False], [True, False, True, False]]
+    assert found["reconstruction"] == {"model": 0, "copy": pytest.approx(2 * (1 + 1 + 16) / 3)}
+    assert found["interpolation"] == {"model": 0, "copy": 2}
+
+
+def test_built_in_digits_written_and_read_back_have_the_same_elbo(tmp_path):
+    args = some_args()
+    splits = few_series(args)
+    own_sets.save(tmp_path / "digits.npz", splits)
+    own = train_temporal.parse(["--data", str(tmp_path / "digits.npz"), "--batch-size", "16"])
+    back, model = LOAD_SERIES(own), train_temporal.build(args, 2).eval()
+    assert back.test.times.tolist() == args.times
+    for name in ("valid", "test"):
+        one, other = (getattr(s, name) for s in (splits, back))
+        found = [train_temporal.measure_elbo(model, s, args, WORLD) for s in (one, other)]
+        assert found[0]["elbo"] == found[1]["elbo"] + one.log_unit
+
+
+@pytest.mark.parametrize(
+    ("arrays", "options", "says"),
+    [
+        ({}, ["--times", "0,1"], "--times is for turning digits"),
+        ({}, ["--classifier", "run"], "--classifier is for turning digits"),
+        ({"time": np.array([0, 1, 2000.0])}, [], "times from 0 to 2000"),
+        ({"time": np.array([0, 1, 1 + 1e-12])}, [], "float32"),
+        ({"time": np.array([0, 2, 1.0])}, [], "increase"),
+        ({"x": np.zeros((9, 4, 2))}, [], "has no times"),
+        ({"x": np.ones((9, 3, 4, 2))}, ["--skip-bad"], "mine.npz"),
+        ({}, ["--objective", "matching", "--pieces", "3"], "--pieces 3"),
+        ({}, ["--objective", "matching", "--match-times", "4"], "--match-times 4"),
+        ({}, ["--category", "cat"], "no category"),
+    ],
+)
+def test_wrong_own_series_are_one_line_and_exit_code_2(tmp_path, capsys, arrays, options, says):
+    x = np.random.default_rng(0).normal(size=(12, 3, 4, 2))
+    x[:, 1, 2:] = np.nan
+    np.savez(tmp_path / "mine.npz", **{"x": x, **arrays})
+    options = ["--data", tmp_path / "mine.npz", *OWN, *options, "--out", tmp_path / "run"]
+    code, err = run_here(capsys, *options)
+    assert code == 2, err
+    assert says in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+def test_a_wrong_file_to_reconstruct_is_one_line_and_exit_code_2(own_run, tmp_path, capsys):
+    out, _, dim = own_run
+    other = write_own(tmp_path / "other.npz", dim + 1, count=5)
+    np.savez(tmp_path / "sets.npz", x=np.random.default_rng(0).normal(size=(5, 4, dim)))
+    wrong = [([other], "-D"), ([tmp_path / "sets.npz"], "without times")]
+    wrong += [([other, "--at", "0,1"], "--at"), ([tmp_path / "no.npz"], "no.npz")]
+    for options, says in wrong:
+        code, err = run_here(capsys, "--load", out / "run", "--reconstruct", *options)
+        assert (code, err.count("\n")) == (2, 1), err
+        assert says in err
 
 
 # ------------------------------------------------------------------------------- wrong usage
@@ -658,7 +836,7 @@ def test_the_defaults_are_the_paper_s_recipe():
     assert (args.objective, args.decoder, args.lr) == ("elbo", "concatsquash", 1e-3)
     rate = training.schedule(args.schedule, train_temporal.INTERVALS)
     assert [rate(epoch / 100) for epoch in (0, 49, 50, 99)] == [1, 1, 0.5, 0.5]
-    model = train_temporal.build(args)
+    model = train_temporal.build(args, 2)
     settings = {"method": "dopri5", "rtol": 1e-3, "atol": 1e-4, "options": None}
     assert model.decoder.blocks[0].solver == model.solver == settings
     assert model.gradient == model.decoder.blocks[0].gradient == "adjoint"
@@ -671,7 +849,7 @@ def test_a_decoder_that_attends_can_be_evaluated_and_trained_by_either_objective
     for objective in ("elbo", "matching"):
         args = some_args("--decoder", decoder, "--objective", objective)
         split = replace(few_series(args).train, points=3)
-        model = train_temporal.build(args)
+        model = train_temporal.build(args, 2)
         batch = next(data.batches(split, 4))
         loss = train_temporal.make_loss(args, split)(model, batch)
         loss.backward()
