@@ -15,6 +15,7 @@ from support import training
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+RESULTS = (ROOT / "docs" / "results.md").read_text()
 MODULES = [importlib.import_module(name) for name in ("exnode", "sets", "solvers", "data")]
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
@@ -57,7 +58,8 @@ def find_owner(module, path):
 
 
 def test_every_result_in_a_table_is_that_of_a_run():
-    rows = re.findall(r"^(\|.*\]\((results/[\w./-]+\.json)\).*)$", README, re.MULTILINE)
+    pattern = r"^(\|.*\]\((?:\.\./)?(results/[\w./-]+\.json)\).*)$"
+    rows = re.findall(pattern, RESULTS, re.MULTILINE)
     assert rows
     for row, path in rows:
         results = json.loads((ROOT / path).read_text())
@@ -71,6 +73,17 @@ def test_every_result_in_a_table_is_that_of_a_run():
             numbers = [f"{results['test'][name]:.3f}" for name in ("ppll", "standard_error")]
         for number in numbers:
             assert number.replace("-", "−") in row
+
+
+def test_every_number_of_the_summary_is_that_of_its_run():
+    links = re.findall(r"\[(−?[\d.]+)\]\((results/[\w./-]+\.json)\)", README)
+    assert len(links) > 6
+    for number, path in links:
+        test = json.loads((ROOT / path).read_text())["test"]
+        between = test.get("chamfer", {}).get("interpolation", {}).get("model")
+        value = test.get("accuracy") or test.get("ppll") or between
+        decimals = len(number.partition(".")[2])
+        assert f"{value:.{decimals}f}".replace("-", "−") == number, path
 
 
 @pytest.mark.parametrize("run", sorted((ROOT / "pretrained").iterdir()), ids=lambda run: run.name)
