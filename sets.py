@@ -221,7 +221,7 @@ class Field(nn.Module):
             return torch.func.jvp(lambda x: self(t, x, mask, context), (x,), (e,))
 
         with sdpa_kernel(SDPBackend.MATH):  # the fused kernel has no forward mode
-            return torch.func.vmap(push, out_dims=(None, 0))(keep(e, mask))
+            return torch.func.vmap(push, out_dims=(None, 0))(e)
 
     def value_and_trace(
         self, t: Tensor | float, x: Tensor, mask: Tensor | None = None,

@@ -25,9 +25,11 @@ from sets import (
     ConcatSquashField,
     DeepSets,
     DeepSetsField,
+    Field,
     PointNorm,
     SetTransformer,
     keep,
+    pool_mean,
 )
 
 F32, F64 = torch.float32, torch.float64
@@ -42,6 +44,12 @@ def looking(field):
     return field
 
 
+class ForwardMode(AttentionField):
+    """Attention with the tangents and the trace of any field that defines only `forward`."""
+
+    value_and_jvp, value_and_trace = Field.value_and_jvp, Field.value_and_trace
+
+
 SEEDS = st.integers(0, 2**16)
 GARBAGE = st.sampled_from([1.0, -1e3, 1e30, -1e300])  # whatever may lie in a padded point
 FIELDS = {
@@ -49,6 +57,7 @@ FIELDS = {
     "mean": lambda d, time, c: DeepSetsField(d, 8, "mean", time, c),
     "attention": lambda d, time, c: AttentionField(d, (8, 7, 6), 2, time, c),
     "concatsquash": lambda d, time, c: ConcatSquashField(d, (8, 6), c),
+    "forward mode": lambda d, time, c: ForwardMode(d, (8, 6), 2, time, c),
     "fast max": lambda d, time, c: FastDeepSetsField(d, (8, 6), "max", time, c),
     "fast attention": lambda d, time, c: FastAttentionField(d, (8, 7, 6), 2, time, c),
     "transformer": lambda d, time, c: looking(TransformerField(d, 8, 2, 2, c)),
@@ -312,6 +321,7 @@ def test_fields_are_equivariant_and_their_traces_invariant(case):
     )
 
 
+@settings(max_examples=60)  # ten kinds of fields share them
 @given(cases())
 def test_traces_and_tangents_are_those_of_the_full_jacobian(case):
     jacobian = case.by_hand()
@@ -384,6 +394,18 @@ def test_padded_batch_is_its_sets_one_by_one(case):
         close(case(mask=mask)[i][here], alone())
         close((dx[i][here], trace[i]), alone("value_and_trace"))
         close((dx[i][here], je[:, *i][:, here]), alone("value_and_jvp", e[:, *i][:, here]))
+
+
+def test_field_of_ones_own_needs_only_forward():
+    class Pull(Field):
+        """ẋᵢ = mean x − xᵢ, whose trace is d (1 − n)."""
+
+        def forward(self, t, x, mask=None, context=None):
+            x, _ = self.inputs(t, x, mask, context)
+            return keep(pool_mean(x, mask) - x, mask)
+
+    x, mask = torch.randn(3, 40, 2, dtype=F64), draw_mask((3, 40))  # 80 tangents: more than 64
+    close(Pull(2).value_and_trace(0.0, x, mask)[1], 2 * (1 - mask.sum(-1)).to(F64))
 
 
 @all_fields
