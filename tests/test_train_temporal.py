@@ -279,8 +279,8 @@ def digits(tmp_path_factory):
     """A classifier of built-in digits, after few steps."""
     out, load = tmp_path_factory.mktemp("digits"), train_cls.load_sets
 
-    def few(args):
-        return data.Splits(*(split.some(64) for split in load(args)))
+    def few(args, world):
+        return data.Splits(*(split.some(64) for split in load(args, world)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_cls, "load_sets", few)
@@ -859,4 +859,4 @@ def test_a_decoder_that_attends_can_be_evaluated_and_trained_by_either_objective
 
 
 def test_help_says_in_sentences_what_every_option_does(capsys):
-    check_help(train_temporal, capsys, 38)
+    check_help(train_temporal, capsys, 41)
