@@ -68,6 +68,18 @@ from solvers import SolverError
 from support import options, pictures, training
 from support.files import write_whole
 from support.metrics import chamfer
+from support.series import (
+    as_mask,
+    as_seen,
+    count_points,
+    full_mask,
+    nearest,
+    observed_series,
+    shown_mask,
+    sum_distances,
+    window,
+    with_nan,
+)
 
 INTERVALS = 2  # of the run, each with half the learning rate of the one before
 HIDDEN = {"concatsquash": [512] * 3, "attention": [128] * 3, "transformer": [128] * 4}
@@ -257,17 +269,25 @@ def check_own(args, split):
 def usual_times(run):
     """Five evenly spaced times in the range of a run's own series; TIMES, if it has none."""
     span = (training.read_sets(run) or {}).get("times", TIMES)
-    if not isinstance(span, list) or not all(isinstance(t, int | float) for t in span) or not span:
+    near = isinstance(span, list) and [
+        isinstance(t, int | float) and abs(t) <= FARTHEST for t in span
+    ]
+    if not near or not all(near):
         raise training.UsageError(f"{run}/sets.json: {str(span)[:40]} are no times")
     return np.unique(np.linspace(span[0], span[-1], 5).round(9)).tolist()
 
 
-def choose_sizes(args, run, count):
-    """Points in each of `count` samples: --points, or as the training series of a run have them."""
+def known_sizes(args, run):
+    """Points in a set, --points or those of a run's training series, and how often: two arrays."""
     info = training.read_sets(run)
     if args.points or not info:
-        return np.full(count, args.points or POINTS)
-    size, series = np.array([pair for pairs in info["sizes"].values() for pair in pairs]).T
+        return np.array([[args.points or POINTS], [1]])
+    return np.array([pair for pairs in info["sizes"].values() for pair in pairs]).T
+
+
+def choose_sizes(args, run, count):
+    """Points in each of `count` samples, drawn from known_sizes."""
+    size, series = known_sizes(args, run)
     return np.random.default_rng(args.seed).choice(size, count, p=series / series.sum())
 
 
@@ -323,16 +343,6 @@ def shared_batches(split, args, world, what):
     """This process's batches of a split, with a line about progress every half minute."""
     batches = data.batches(split, args.batch_size, training=False, workers=1, **world.share)
     return training.watch(what, batches, data.steps(split, args.batch_size, training=False))
-
-
-def full_mask(batch):
-    """The mask of a batch, also where all points exist."""
-    return torch.ones_like(batch.x[..., 0]).bool() if batch.mask is None else batch.mask
-
-
-def count_points(batch):
-    """Points that exist in each series, `(B,)`."""
-    return full_mask(batch).sum((1, 2))
 
 
 def test_trace(args):
@@ -422,34 +432,6 @@ def measure_own_sets(model, split, args, world):
         if sets:
             means[kind] = {"model": (mine / sets).item(), "copy": (copy / sets).item()}
     return means
-
-
-def sum_distances(model, batch, given, wanted, draws):
-    """Sums over `wanted` sets (B, T) of the distances of model and copy; how many sets these are.
-
-    Only `given` sets are seen. A reconstruction has as many points as its set.
-    """
-    x, mask, _, t, _ = batch
-    if not wanted.any():
-        return torch.zeros(3, dtype=torch.float64, device=x.device)
-    z0 = model.encode(x, t, mask & given[..., None]).mean
-    made = model.decode(z0, t, x.shape[-2], draws, mask=mask & wanted[..., None])
-    near = nearest(t, given)
-    found = []
-    for i in range(x.shape[1]):  # one by one, for their (B, n, n) distances
-        rows = wanted[:, i].nonzero()[:, 0]
-        true, there, other = x[rows, i], mask[rows, i], (rows, near[rows, i])
-        rivals = ((made[rows, i], there), (x[other], mask[other]))
-        each = [chamfer(rival, true, its, there).double().sum() for rival, its in rivals]
-        found.append(torch.stack([*each, each[0].new_tensor(len(rows))]))
-    return torch.stack(found).sum(0)
-
-
-def nearest(t, given):
-    """For each set at times t (B, T), which other one of the given sets is nearest in time."""
-    gap = (t[:, :, None] - t[:, None, :]).abs()
-    same = torch.eye(t.shape[1], dtype=torch.bool, device=t.device)
-    return gap.masked_fill(same | ~given[:, None, :], torch.inf).argmin(-1)
 
 
 def load_model(option, run, kind):
@@ -604,21 +586,6 @@ def frame(t, trained):
     return {"reconstruction": None, "interpolation": "red"}.get(kind_of(t, trained), "green")
 
 
-def window(*sets):
-    """The mean of all points, and (−a, a) about it that holds all but a hundredth, with room."""
-    points = np.concatenate([s.reshape(-1, s.shape[-1]) for s in sets])
-    middle = np.nanmean(points, 0)
-    a = 1.2 * float(np.nanquantile(np.abs(points - middle), 0.99)) or 1.0
-    return middle, (-a, a)
-
-
-def as_seen(x, middle):
-    """The points of a set (n, d) as pictures show them, in two or three axes; None if none."""
-    x = (x - middle)[~np.isnan(x).any(-1), :3]
-    x = np.pad(x, ((0, 0), (0, 1))) if x.shape[-1] == 1 else x
-    return x if len(x) else None
-
-
 def draw_rows(path, rows, trained, title):
     """Rows (label, times, sets (T, n, d)): of the model, in boxes, if the label is not in grey."""
     middle, limits = window(*(sets for _, _, sets in rows))
@@ -682,21 +649,6 @@ def draw_series(args, model, run, count, times, draws):
     mask = as_mask(choose_sizes(args, run, count), len(times)).to(draws.device)
     how = {**moving(args, draws), "points": mask.shape[-1], "mask": shown_mask(mask)}
     return with_nan(model.sample(count, times, **how), mask)
-
-
-def as_mask(sizes, times):
-    """The mask `(B, T, n)` of series whose sets have these numbers of points `(B,)`."""
-    mask = torch.arange(int(sizes.max())) < torch.from_numpy(sizes)[:, None]
-    return mask[:, None].repeat(1, times, 1)
-
-
-def shown_mask(mask):
-    """None for a mask that leaves nothing out."""
-    return None if mask.all() else mask
-
-
-def with_nan(x, mask):
-    return x.masked_fill(~mask[..., None], torch.nan).cpu().numpy()
 
 
 @torch.no_grad()
@@ -787,7 +739,7 @@ def write_series(args, name, x, rows, trained, title):
 def sample(args):
     """--sample: K series from the prior, at --times."""
     world, model = restore(args)
-    check_output_memory(args, world, args.sample, int(choose_sizes(args, args.load, 100).max()))
+    check_output_memory(args, world, args.sample, int(known_sizes(args, args.load)[0].max()))
     x = draw_series(args, model, args.load, args.sample, args.times, generator(args, world))
     pick = spread(len(args.times))
     at = [args.times[k] for k in pick]
@@ -855,14 +807,6 @@ def reconstruct_file(args, world, model):
         made[rows, :, : mask.shape[-1]] = with_nan(model.decode(z0, args.times, **how), mask)
         given |= {i: series for i, series in zip(rows, observed_series(batch)) if i < 5}
     return made, [given[i] for i in sorted(given)], trained_times(args)
-
-
-def observed_series(batch):
-    """For each series of a batch its observed times, and the sets there, NaN for no point."""
-    mask = full_mask(batch)
-    x, t = with_nan(batch.x, mask), batch.t.expand(mask.shape[:2])
-    seen = mask.any(-1).cpu()
-    return [(t[i].cpu()[seen[i]].tolist(), x[i][seen[i].numpy()]) for i in range(len(x))]
 
 
 def read_series(path, dim):

@@ -799,6 +799,23 @@ SETS = [
 ]
 
 
+def test_a_series_that_ended_may_repeat_its_last_time_and_has_no_sets_there():
+    vae, (x, _) = make_vae(decoder="attention"), series()
+    t = torch.tensor([[0, 0.5, 1], [0.2, 0.7, 0.7]], dtype=F64)
+    mask = torch.ones(x.shape[:-1], dtype=bool)
+    mask[0, 1, 2:] = mask[1, 2] = False
+    z0 = vae.encode(x, t, mask).mean
+    close(z0[1:], vae.encode(x[1:, :2], t[1:, :2]).mean)
+    made = vae.decode(z0, t, 4, seeded(), mask=mask)
+    y, z = exnode.normal(x.shape, x, seeded()), vae.latents(z0, t)
+    close(made[0, 0], vae.decoder.decode(y[0, 0], None, z[0, 0]))
+    close(made[0, 1, :2], vae.decoder.decode(y[0, 1, :2], None, z[0, 1]))
+    assert not made[~mask].any()
+    for call in (lambda: vae.elbo(x, t), lambda: vae.decode(z0, t, 4)):
+        with pytest.raises(ValueError, match="increasing"):
+            call()
+
+
 def flow_call(method, *args, how=None, **kwargs):
     return lambda: getattr(SetFlow(2, **{**SMALL, **kwargs}), method)(*args, **(how or {}))
 

@@ -212,6 +212,21 @@ def test_a_matching_loss_at_some_times_is_that_of_the_sets_there(monkeypatch):
     assert len({some[0, 0, 0, 0].item() for some, *_ in seen}) == len(t)  # each has its turn
 
 
+def test_a_loss_at_some_times_is_at_those_where_a_series_was_observed(monkeypatch):
+    """Three series, each observed at one time only."""
+    vae, (x, t), seen = make_vae(), series(3, 4), []
+    mask = torch.eye(3, x.shape[1], dtype=torch.bool)[..., None].repeat(1, 1, x.shape[2])
+
+    def loss(flow, x, *_):
+        seen.append(x)
+        return x.sum()
+
+    monkeypatch.setattr(matching, "matching_loss", loss)
+    for seed in range(6):
+        temporal_matching_loss(vae, x, t, mask, generator=seeded(seed), times=1)
+        close(seen[-1], x[mask.any(-1)])
+
+
 def test_a_set_that_was_not_observed_counts_neither_in_matching_nor_in_moments():
     vae, (x, t) = make_vae(), series(2, 4)
     vae.moments = Moments(3, 7).double()

@@ -279,8 +279,8 @@ def digits(tmp_path_factory):
     """A classifier of built-in digits, after few steps."""
     out, load = tmp_path_factory.mktemp("digits"), train_cls.load_sets
 
-    def few(args):
-        return data.Splits(*(split.some(64) for split in load(args)))
+    def few(args, world):
+        return data.Splits(*(split.some(64) for split in load(args, world)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_cls, "load_sets", few)
@@ -616,29 +616,49 @@ def test_any_file_of_series_is_reconstructed_in_its_order(own_run, tmp_path):
     assert np.nanmean(made) == pytest.approx(near.mean(), abs=1)
 
 
-def test_padding_and_sets_that_were_not_observed_change_no_measure(tmp_path):
-    path = write_own(tmp_path / "mine.npz")
-    args = train_temporal.parse(["--data", path, *OWN])
+def test_what_stands_where_there_is_no_point_changes_neither_loss_nor_measure(
+    tmp_path, monkeypatch
+):
+    options = ["--data", write_own(tmp_path / "mine.npz"), *OWN]
+    found = []
+    for garbage in (0.0, 50.0):
+        for more in (["--trace", "exact"], ["--objective", "matching", "--moments", "2"]):
+            args = train_temporal.parse([*options, *more])
+            split = LOAD_SERIES(args).train
+            torch.manual_seed(0)
+            model = train_temporal.build(args, 2)
+            train_temporal.start(args, model, split)
+            batch = next(data.batches(split, 12))
+            batch = batch._replace(x=batch.x.masked_fill(~batch.mask[..., None], garbage))
+            monkeypatch.setattr(train_temporal, "shared_batches", lambda *_, b=batch: [b])
+            found += [train_temporal.make_loss(args, split)(model, batch).item()]
+            found += [train_temporal.measure_elbo(model.eval(), split, args, WORLD)["elbo"]]
+            found += train_temporal.measure_own_sets(model, split, args, WORLD).values()
+    half = len(found) // 2
+    assert found[:half] == found[half:]
+
+
+def test_the_elbo_of_own_series_is_per_point_that_exists(tmp_path):
+    """A decoder that moves nothing has N(mean, std²) of the training points, and a KL of 0."""
+    args = train_temporal.parse(["--data", write_own(tmp_path / "mine.npz"), *OWN])
     splits = LOAD_SERIES(args)
     model = train_temporal.build(args, 2).eval()
     train_temporal.start(args, model, splits.train)
-    batch = next(data.batches(splits.train, 12))
-    x, mask = batch.x, batch.mask
-    t = torch.cat([batch.t, batch.t[:, -1:] + torch.tensor([[1.0, 2.0]])], 1)
-    wide = torch.nn.functional.pad(mask, (0, 3, 0, 2))
-    x = torch.nn.functional.pad(x, (0, 0, 0, 3, 0, 2), value=7.0)
-    padded = batch._replace(x=x, mask=wide, t=t)
-    assert torch.equal(*map(train_temporal.count_points, (batch, padded)))
-    found = []
-    for some in (batch, padded):
-        how = {"generator": torch.Generator().manual_seed(0), "trace": "exact"}
-        with torch.no_grad():
-            found.append(model.elbo(some.x, some.t, some.mask, **how))
-    torch.testing.assert_close(*found)
-    seen = wide.any(-1)
-    given = train_temporal.nearest(t, seen)
-    many = seen.sum(-1) > 1
-    assert torch.equal(given[many, :3], train_temporal.nearest(batch.t, mask.any(-1))[many, :3])
+    train = splits.train.draw(np.arange(len(splits.train)))
+    assert torch.allclose(model.decoder.mean, torch.from_numpy(train[0][train[1]].mean(0)))
+    with torch.no_grad():
+        for module in (model.decoder, model.mean, model.log_std):
+            for p in module.parameters():
+                p.zero_()
+    x, mask, _ = splits.valid.draw(np.arange(len(splits.valid)))
+    flat = torch.distributions.Normal(model.decoder.mean, model.decoder.std)
+    log_p = flat.log_prob(torch.from_numpy(x)).sum(-1).numpy() * mask
+    expected = (log_p.sum((1, 2)) / mask.sum((1, 2))).mean()
+    found = train_temporal.measure_elbo(model, splits.valid, args, WORLD)
+    assert found["elbo"] == pytest.approx(expected, abs=1e-4)
+    loss = train_temporal.make_loss(args, splits.valid)
+    batch = next(data.batches(splits.valid, 99, training=False))
+    assert loss(model, batch).item() == pytest.approx(-expected, abs=1e-4)
 
 
 def test_a_model_that_returns_the_truth_is_nearer_than_a_copy_of_the_nearest_set(monkeypatch):
@@ -859,4 +879,4 @@ def test_a_decoder_that_attends_can_be_evaluated_and_trained_by_either_objective
 
 
 def test_help_says_in_sentences_what_every_option_does(capsys):
-    check_help(train_temporal, capsys, 38)
+    check_help(train_temporal, capsys, 41)
