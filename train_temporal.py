@@ -73,7 +73,6 @@ from support.series import (
     as_seen,
     count_points,
     full_mask,
-    nearest,
     observed_series,
     shown_mask,
     sum_distances,
