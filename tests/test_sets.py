@@ -280,6 +280,24 @@ def test_baselines_and_their_blocks_are_their_formulas_for_each_set(seed, n, mas
             close(found, formula(model, y[i, here]), 1e-8)
 
 
+@pytest.mark.parametrize("make", [DeepSets, SetTransformer])
+def test_nan_in_a_padded_point_reaches_no_gradient_of_a_baseline(make):
+    model, x, mask = make(2, 3, 8).double(), torch.randn(2, 4, 2, dtype=F64), draw_mask((2, 4))
+    loss = model(torch.where(mask[..., None], x, math.nan), mask).square().sum()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(loss, [*model.parameters()]))
+
+
+def test_default_widths_are_those_of_the_papers_table():
+    for field, widths in (
+        (DeepSetsField(256), [512, 512, 256]),
+        (AttentionField(2), [128, 128] * 3 + [2]),
+        (ConcatSquashField(2), [512] * 9 + [2] * 3),  # linear, gate and shift of each layer
+    ):
+        layers = [part for part in field.modules() if isinstance(part, nn.Linear)]
+        assert [layer.out_features for layer in layers] == widths
+    assert AttentionField(2).heads == 4
+
+
 @pytest.mark.parametrize(("make", "size"), [(DeepSets, 208_680), (SetTransformer, 1_148_456)])
 def test_baselines_have_the_papers_number_of_parameters_and_dropout_in_training_only(make, size):
     model, x = make(3, 40), torch.randn(2, 5, 3)
