@@ -268,10 +268,8 @@ def check_own(args, split):
 def usual_times(run):
     """Five evenly spaced times in the range of a run's own series; TIMES, if it has none."""
     span = (training.read_sets(run) or {}).get("times", TIMES)
-    near = isinstance(span, list) and [
-        isinstance(t, int | float) and abs(t) <= FARTHEST for t in span
-    ]
-    if not near or not all(near):
+    fine = isinstance(span, list) and all(isinstance(t, int | float) for t in span)
+    if not fine or not span or not np.abs(span).max() <= FARTHEST:
         raise training.UsageError(f"{run}/sets.json: {str(span)[:40]} are no times")
     return np.unique(np.linspace(span[0], span[-1], 5).round(9)).tolist()
 
@@ -667,7 +665,8 @@ def draw_own_reconstructions(out, args, model, split, draws):
         rows += [("true", times, truth[i, pick]), ("model", times, made[i, pick])]
     title = "test series, and what the model makes of them"
     draw_rows(out / "reconstructions.png", rows, known, title)
-    draw_latent(out, model, z0, usual_times(out), known, (rows[0], rows[-2]), how)
+    at = usual_times(out)
+    draw_latent(out, model, z0, at, known + at, (rows[0], rows[-2]), how)
 
 
 def draw_latent(out, model, z0, at, trained, ends, how):

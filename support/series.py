@@ -32,6 +32,7 @@ def shown_mask(mask):
 
 
 def with_nan(x, mask):
+    """x as a numpy array, NaN where there is no point."""
     return x.masked_fill(~mask[..., None], torch.nan).cpu().numpy()
 
 

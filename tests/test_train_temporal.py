@@ -599,6 +599,17 @@ def test_samples_of_own_series_have_sizes_and_times_of_the_training_series(own_r
     assert sorted(back.sizes) == sorted(size[:, 0])
 
 
+def test_a_damaged_range_of_times_is_one_line_and_exit_code_2(own_run, tmp_path, capsys):
+    out, _, _ = own_run
+    shutil.copytree(out / "run", tmp_path / "run")
+    known = json.loads((out / "run" / "sets.json").read_text())
+    for wrong in ([], [0, 1e300], ["now"], [0, math.nan], 3):
+        (tmp_path / "run" / "sets.json").write_text(json.dumps(known | {"times": wrong}))
+        code, err = run_here(capsys, "--load", tmp_path / "run", "--sample", "1")
+        assert (code, err.count("\n")) == (2, 1), err
+        assert "sets.json" in err
+
+
 def test_any_file_of_series_is_reconstructed_in_its_order(own_run, tmp_path):
     out, _, dim = own_run
     path = write_own(tmp_path / "other.npz", dim, count=9, seed=1)
