@@ -542,7 +542,7 @@ def first_trial(problem, t, end, x, shift):
     if not math.isfinite(d0 + d1):
         problem.fail_at_non_finite(t, 0.0, x, [k1])
     size = d0 / d1 * min(1.0, 2 * (PREDICTION * d0) ** -0.2) if d0 > 0 and d1 > 0 else math.inf
-    t1, least = next_end(t, end, min(size, abs(end - t))), 0.01
+    t1, least = next_end(t, end, size), 0.01
     for _ in range(5):
         h = t1 - t
         k2 = stage(problem, problem.tableau, t + shift, t1 + shift, h, x, [k1])

@@ -383,7 +383,8 @@ def test_prediction_is_that_of_a_solution_with_one_time_scale(h):
     expected = 0.0025 * abs(h) * speed * bend**4
     assert solvers.predicted_ratio(problem, h, scale, k1, k2) == pytest.approx(expected.item())
     assert solvers.predicted_ratio(problem, h, scale, 0 * k1, 0 * k1) == 0
-    assert solvers.predicted_ratio(problem, h, scale, k1, k2 * math.inf) == math.inf
+    for value in (math.inf, math.nan):
+        assert solvers.predicted_ratio(problem, h, scale, k1, k2 * value) == math.inf
 
 
 def test_prediction_is_within_a_factor_of_three_for_a_network():
