@@ -296,10 +296,10 @@ def test_a_second_run_into_the_same_directory_is_refused(whole, capsys):
 
 # ------------------------------------------------------------------------------- own sets
 def write_own(path, sets=60):
-    """Ragged sets in 2-D of three classes that lie in three places; their sizes and labels."""
+    """Ragged sets in 2-D of three classes, which differ in width; their sizes and labels."""
     rng = np.random.default_rng(0)
-    label, size = np.arange(sets) % 3, rng.integers(2, 9, sets)
-    x = rng.normal(3.0 * label[:, None, None], 0.5, (sets, 8, 2))
+    label, size = np.arange(sets) % 3, rng.integers(5, 9, sets)
+    x = rng.normal(0, 0.1 * 8.0 ** label[:, None, None], (sets, 8, 2))
     x[np.arange(8) >= size[:, None]] = np.nan
     np.savez(path, x=x, label=np.array(["a", "b", "c"])[label])
     return x, size, label
@@ -311,7 +311,7 @@ def own(tmp_path_factory):
     base = tmp_path_factory.mktemp("own")
     write_own(base / "own.npz")
     options = ["--model", "deepsets", "--data", str(base / "own.npz"), "--batch-size", "16"]
-    options += ["--epochs", "40", "--lr", "1e-2", "--out", str(base / "run")]
+    options += ["--epochs", "30", "--lr", "3e-3", "--out", str(base / "run")]
     return base, train_cls.main(options)
 
 
@@ -333,7 +333,7 @@ def test_scores_are_probabilities_of_classes_for_each_set_as_in_the_file(own, tm
         assert [int(row["name"]) for row in table] == [*range(60)]
         assert [int(row["points"]) for row in table] == size.tolist()
         names = np.array(["a", "b", "c"])[label].tolist()
-        assert [row["predicted"] for row in table] == names
+        assert np.mean([row["predicted"] == name for row, name in zip(table, names)]) > 0.9
         assert [row["label"] for row in table] == (names if known else [""] * 60)
     model = exnode.load(base / "run")
     for k in (0, 7, 20):
