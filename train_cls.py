@@ -38,7 +38,7 @@ import exnode
 from support import options, pictures, training
 from support.splits import UNLABELLED
 
-MODEL_OPTIONS = ("data", "category", "points", "model", "valid", "seed")
+MODEL_OPTIONS = (*options.DATA, "category", "points", "model", "valid", "seed")
 TRAINING = ("augment", "valid", "smoothing", "finetune")  # without a meaning for --evaluate
 INTERVALS = 6  # of the run, each with half the learning rate of the one before
 RENEWED = 20  # batches that batch normalisation's statistics are computed from anew

@@ -175,7 +175,7 @@ def check(parser, args, argv):
     elif options.goes_on(args):
         args = options.parse_as_in(args.out, parser, argv)
     elif args.finetune:
-        names = (*MODEL_OPTIONS, "data", "category", "points", "seed")
+        names = (*MODEL_OPTIONS, *options.DATA, "category", "points", "seed")
         names += ("coupling", "finest", "spare") if args.objective == "matching" else ()
         args = options.parse_as_in(args.finetune, parser, argv, names)
         fixed = ("heads", "cells") if parser.get_default("cells") else ("heads",)

@@ -493,6 +493,13 @@ def test_sets_that_are_unlike_the_training_sets_have_low_percentiles(labelled, t
     assert "area under the curve 1.000" in err
 
 
+def test_finetuning_reads_own_sets_as_its_run_did(tmp_path):
+    config = {"data": "own.csv", "noise": 0.5, "columns": "set=s", "skip_bad": True}
+    run = copy_of(tmp_path / "run", config)
+    args = train_flow.parse(["--finetune", str(run), "--out", str(tmp_path / "fine")])
+    assert {name: vars(args)[name] for name in config} == config
+
+
 def test_percentiles_are_among_test_densities_in_the_units_of_the_model(runs, tmp_path):
     """Those of mnist are given in pixels, and the model's sets are in shares of the canvas."""
     out, results = tmp_path / "run", runs["matching"][1]
