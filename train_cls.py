@@ -36,8 +36,9 @@ from torch.nn import functional as F
 import data
 import exnode
 from support import options, pictures, training
+from support.splits import UNLABELLED
 
-MODEL_OPTIONS = ("data", "category", "points", "model", "valid", "seed")
+MODEL_OPTIONS = (*options.DATA, "category", "points", "model", "valid", "seed")
 TRAINING = ("augment", "valid", "smoothing", "finetune")  # without a meaning for --evaluate
 INTERVALS = 6  # of the run, each with half the learning rate of the one before
 RENEWED = 20  # batches that batch normalisation's statistics are computed from anew
@@ -107,7 +108,9 @@ def load_sets(args):
     how = {"task": "classify", "valid": args.valid, "augment": args.augment}
     splits = data.load(args.data, args.root, **which, **how, **options.own_data(args))
     if len(splits.train.classes) < 2:
-        raise training.UsageError(f"--data {args.data}: one class only, {splits.train.classes[0]}")
+        classes = splits.train.classes
+        fault = "no labels" if classes == UNLABELLED else f"one class only, {classes[0]}"
+        raise training.UsageError(f"--data {args.data}: {fault}")
     return splits
 
 
@@ -257,8 +260,9 @@ def score(args):
         parts = [model(b.x, b.mask).softmax(-1) for b in training.watch("sets", batches, total)]
     shares = torch.cat(parts).cpu()
     best = [classes[k] for k in shares.argmax(-1)]
-    rows = zip(split.names, split.sizes.tolist(), best, *shares.T.tolist())
-    head = ("name", "points", "predicted", *classes)
+    rows = zip(split.names, split.label_names, split.sizes.tolist(), best, *shares.T.tolist())
+    rows = [row for _, row in sorted(zip(split.index, rows))]  # as in the file
+    head = ("name", "label", "points", "predicted", *classes)
     path = training.write_table(args.out, f"scores-{Path(args.score).stem}.csv", head, rows)
     training.say(f"{path}: {len(split)} sets")
     return {"names": split.names, "classes": classes, "probabilities": shares}

@@ -53,6 +53,7 @@ from sets import count
 from solvers import METHODS, SolverError, Stats
 from support import metrics, options, own_sets, pictures, training
 from support.files import write_whole
+from support.splits import UNLABELLED
 
 FIELDS = ("attention", "deepsets", "transformer")
 INTERVALS = 10  # of the run, each with half the learning rate of the one before
@@ -176,7 +177,7 @@ def check(parser, args, argv):
     elif options.goes_on(args):
         args = options.parse_as_in(args.out, parser, argv)
     elif args.finetune:
-        names = (*MODEL_OPTIONS, "data", "category", "points", "seed")
+        names = (*MODEL_OPTIONS, *options.DATA, "category", "points", "seed")
         names += ("coupling", "finest", "spare") if args.objective == "matching" else ()
         args = options.parse_as_in(args.finetune, parser, argv, names)
         fixed = ("heads", "cells") if parser.get_default("cells") else ("heads",)
@@ -218,6 +219,9 @@ def condition_size(args, split):
     """The numbers per set that the flow is conditioned on."""
     if args.condition == "context" and split.context is None:
         raise training.UsageError(f"--condition context: the sets of {args.data} have none")
+    if args.condition == "label" and len(split.classes) < 2:
+        fault = f"the sets of {args.data} have no labels, or one only"
+        raise training.UsageError(f"--condition label: {fault}")
     if args.condition == "context":
         return split.context.shape[1]
     return len(split.classes) if args.condition else 0
@@ -459,15 +463,21 @@ def finish(args, run, test):
     if run.world.rank == 0:
         draw_run(args, run.model, test)
     found = test_metrics(args, run.model, test, run.world)
-    show(found)
+    show(args, found)
     training.say(f"pictures: samples.png, path.png and path-moving.png in {args.out}")
     return run.finish(found)
 
 
-def show(test):
+def show(args, test):
     """The numbers of a test, on stderr."""
     unit = f"{test['ppll']:.4f} ± {test['standard_error']:.4f}"
     training.say(f"test PPLL {unit} nats per point, {test['bits_per_dim']:.4f} bits per dimension")
+    if args.data not in data.NAMES:
+        training.say(f"densities are in the units of {args.data}")
+    if args.condition:
+        wrong = test[f"wrong_{args.condition}"]
+        value = f"{wrong['ppll']:.4f} ± {wrong['standard_error']:.4f}"
+        training.say(f"{value} nats per point if conditioned on a wrong {args.condition}")
     if (off := test["tolerance_error"]) is not None:
         at = f"at tolerance {test['tolerance']:g}"
         training.say(f"{at}, sets are off by up to {off:.2g} nats per point")
@@ -550,16 +560,24 @@ def draw_path(name, args, model, like, mask=None, context=None):
 
 
 # -------------------------------------------------------------------------- from a finished run
+def sizes_of(args):
+    """Sizes of the training sets of --load RUN by class, {} where it has no sets.json."""
+    found = training.read_sets(args.load)
+    if found is None and args.condition == "label":
+        raise training.UsageError(f"--load {args.load}: no sets.json, which names its labels")
+    return found["sizes"] if found else {}
+
+
 def choose_sets(args, model):
     """Sizes `(K,)` and conditions `(K, c)` or None of --sample K sets.
 
     Sizes are --points, or drawn from those of the training sets, of the same label if there is one.
     """
-    info, rng = training.read_sets(args.load), np.random.default_rng(args.seed)
-    every = info["sizes"] if info else {}
+    every, rng = sizes_of(args), np.random.default_rng(args.seed)
     names, counts = list(every), [sum(n for _, n in pairs) for pairs in every.values()]
-    if args.label is not None and args.label not in names:
-        raise training.UsageError(f"--label {args.label}: there are {', '.join(names) or 'none'}")
+    if args.label is not None and not every.get(args.label):
+        there = ", ".join(name for name in names if every[name]) or "none"
+        raise training.UsageError(f"--label {args.label}: there are {there}")
     label = rng.choice(len(names), args.sample, p=np.divide(counts, sum(counts))) if names else None
     if args.label is not None:
         label = np.full(args.sample, names.index(args.label))
@@ -570,8 +588,17 @@ def choose_sets(args, model):
         sizes = np.array([rng.choice(p[:, 0], p=p[:, 1] / p[:, 1].sum()) for p in pairs])
     if args.condition == "label":
         return sizes, F.one_hot(torch.from_numpy(label), len(names)).to(model.mean)
+    if args.context:
+        check_context(model, len(args.context), "--context")
     given = args.context and torch.tensor([args.context] * args.sample).to(model.mean)
     return sizes, given
+
+
+def check_context(model, size, where):
+    """An error if a flow is not conditioned on `size` numbers for each set."""
+    if size != (wanted := model.blocks[0].field.context):
+        fault = f"{size} numbers for a set, where the flow is conditioned on {wanted}"
+        raise training.UsageError(f"{where}: {fault}")
 
 
 def sample(args):
@@ -615,32 +642,41 @@ def write_samples(name, sets, mask):
 def score(args):
     """--score PATH: a CSV with log p of every set there, the smallest first."""
     world, model = training.connect(args), read_run(args)
-    points = args.points if args.data in data.NAMES else None
-    split = data.load_all(args.score, args.data, points=points, **options.own_data(args))
+    split = data.load_all(args.score, args.data, points=args.points, **options.own_data(args))
     if split.dim != model.dim:
         raise training.UsageError(f"--score {args.score}: {split.dim}-D, the model {model.dim}-D")
     sizes, sets = split.sizes, args.batch_size // world.size
     check_memory(args, world, split.dim, int(sizes.max()), sets, pairs=True)
-    split = with_classes(args, split)
+    label = split.label_names
+    split = with_conditions(args, model, split)
     how = {"solver": dopri5(args), **density(args)}
     values = log_probs(args, model.to(world.device), split, world, how)
     known = training.test_quantiles(args.load)
     share = [""] * len(values) if known is None else np.interp(values, known, np.arange(101))
-    rows = zip(split.names, sizes.tolist(), values * sizes, values, share)
-    rows = sorted(rows, key=lambda row: row[3])
-    head = ("name", "points", "log_p", "nats_per_point", "percentile")
+    rows = zip(split.names, label, sizes.tolist(), values * sizes, values, share)
+    rows = sorted(rows, key=lambda row: row[4])
+    head = ("name", "label", "points", "log_p", "nats_per_point", "percentile")
     path = training.write_table(args.out, f"scores-{Path(args.score).stem}.csv", head, rows)
     training.say(f"{path}: {len(values)} sets, {values.mean():.4f} nats per point on average")
     if known is None:
         training.say("percentiles are left out: --load RUN has no results.json of a test")
+    else:
+        area = f"area under the curve {1 - share.mean() / 100:.3f}"
+        training.say(f"on average at percentile {share.mean():.1f} of the test sets: {area}")
     return {"names": split.names, "nats_per_point": values, "points": sizes}
 
 
-def with_classes(args, split):
-    """A split whose labels are numbered as in the run, for a flow conditioned on them."""
+def with_conditions(args, model, split):
+    """A split that has what the flow is conditioned on, its labels numbered as in the run."""
+    if args.condition == "context":
+        if split.context is None:
+            raise training.UsageError(f"--score {args.score}: no context, which the flow needs")
+        check_context(model, split.context.shape[1], f"--score {args.score}")
     if args.condition != "label":
         return split
-    names = list(training.read_sets(args.load)["sizes"])
+    names = list(sizes_of(args))
+    if split.classes == UNLABELLED:
+        raise training.UsageError(f"--score {args.score}: no labels, which the flow needs")
     if strange := sorted(set(split.classes) - set(names)):
         raise training.UsageError(f"--score {args.score}: no class {strange[0]!r} in {args.load}")
     number = np.array([names.index(name) for name in split.classes])
@@ -655,7 +691,7 @@ def evaluate_only(args):
     sets = args.batch_size // world.size
     check_memory(args, world, test.dim, data.span(test.points)[1], sets, pairs=True)
     found = test_metrics(args, model.to(world.device), test, world)
-    show(found)
+    show(args, found)
     results = training.write_evaluation(found, args, world)
     if world.rank == 0:
         draw_beside(Path(args.out) / "evaluation.png", args, model, test)

@@ -63,13 +63,15 @@ def is_sizes(pairs):
 
 
 def test_quantiles(run):
-    """The 101 quantiles of a finished run's test, or None where it has none."""
+    """The 101 quantiles of log p / n in a finished run's test, or None where it has none."""
     path = Path(run) / "results.json"
     results = read_json(path) if path.exists() else {}
     test = results.get("test") if isinstance(results, dict) else None
     found = test.get("quantiles") if isinstance(test, dict) else None
     fine = isinstance(found, list) and len(found) == 101
-    return found if fine and all(isinstance(v, int | float) for v in found) else None
+    if not fine or not all(isinstance(v, int | float) for v in found):
+        return None
+    return np.array(found) - test.get("log_unit", 0.0)  # in the units that a model has
 
 
 def write_table(out, name, head, rows):

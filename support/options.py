@@ -23,6 +23,7 @@ PLACES = (  # where, and what is done beside training: not kept, and may change 
     "out", "root", "resume", "cuda", "every", "load", "evaluate", "last", "sample", "path",
     "reconstruct", "at", "score", "label", "context",
 )  # fmt: skip
+DATA = ("data", "columns", "skip_bad", "noise")  # which sets, and how they are read
 DELETED = ("mix", "random_times")  # options that a run from before may have in its config.json
 
 

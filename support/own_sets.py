@@ -17,7 +17,7 @@ from support.files import write_whole
 from support.own_files import MESH_POINTS, PARTS, READERS, Bad, read_columns, read_folder, word
 from support.reading import DataError, fingerprint, say
 from support.shapes import TEST, TRAIN, VALID, Random
-from support.splits import Source, Split, Splits, choose, hold_out, span
+from support.splits import UNLABELLED, Source, Split, Splits, choose, hold_out, span
 
 
 # ------------------------------------------------------------------------------- the sets
@@ -215,7 +215,7 @@ def read(path, *, points=None, columns=None, skip_bad=False, noise=0.0) -> OwnSe
 def as_sets(table, path, noise):
     """A table whose labels are numbers of classes, and whose points are checked."""
     count, names = len(table.names), [word(name) for name in table.names]
-    classes, labels = ("all",), np.zeros(count, np.int64)
+    classes, labels = UNLABELLED, np.zeros(count, np.int64)
     if table.label is not None:
         if table.label.size != count:
             raise DataError(f"{path}: label is {table.label.shape}: want ({count},), one for each")

@@ -25,6 +25,8 @@ import torch
 from support.reading import DataError
 from support.shapes import ORDER, SOME, TRAIN, TWINS, Random
 
+UNLABELLED = ("all",)  # the classes of sets without labels
+
 
 class Source:
     """Where sets come from: sample(index, n, rng, mask) gives n points of each, `(B, n, d)`."""
@@ -94,6 +96,13 @@ class Split:
         """What to call each set: its file or its id."""
         names = self.source.names
         return [str(i) if names is None else names[i] for i in self.index]
+
+    @property
+    def label_names(self):
+        """The label of each set, "" where sets have none."""
+        if self.classes == UNLABELLED:
+            return [""] * len(self)
+        return [self.classes[k] for k in self.labels[self.index]]
 
     @property
     def twins(self):

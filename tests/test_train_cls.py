@@ -1,11 +1,13 @@
 """train_cls.py as people use it: the command line, on the built-in shapes."""
 
+import csv
 import json
 import re
 import shutil
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from scripts import TWO_PROCESSES, call, check_help, lines, start, stop_early
@@ -290,6 +292,72 @@ def test_a_second_run_into_the_same_directory_is_refused(whole, capsys):
     code, err = run_here(capsys, *SMALL, "--out", out, "--resume", "--runs", "2")
     assert (code, err.count("\n")) == (2, 1)
     assert before == {p.name: p.read_bytes() for p in out.iterdir()}
+
+
+# ------------------------------------------------------------------------------- own sets
+def write_own(path, sets=60):
+    """Ragged sets in 2-D of three classes, which differ in width; their sizes and labels."""
+    rng = np.random.default_rng(0)
+    label, size = np.arange(sets) % 3, rng.integers(5, 9, sets)
+    x = rng.normal(0, 0.1 * 8.0 ** label[:, None, None], (sets, 8, 2))
+    x[np.arange(8) >= size[:, None]] = np.nan
+    np.savez(path, x=x, label=np.array(["a", "b", "c"])[label])
+    return x, size, label
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """A classifier of a person's own ragged sets."""
+    base = tmp_path_factory.mktemp("own")
+    write_own(base / "own.npz")
+    options = ["--model", "deepsets", "--data", str(base / "own.npz"), "--batch-size", "16"]
+    options += ["--epochs", "30", "--lr", "3e-3", "--out", str(base / "run")]
+    return base, train_cls.main(options)
+
+
+def test_own_ragged_sets_of_any_classes_are_learned(own):
+    base, results = own
+    assert results["test"]["accuracy"] == 1
+    assert list(results["test"]["per_class"]) == ["a", "b", "c"]
+    assert list(training.read_sets(base / "run")["sizes"]) == ["a", "b", "c"]
+
+
+def test_scores_are_probabilities_of_classes_for_each_set_as_in_the_file(own, tmp_path, capsys):
+    base, _ = own
+    x, size, label = write_own(tmp_path / "again.npz")
+    np.save(tmp_path / "new.npy", x)  # without labels
+    for path, known in ((base / "own.npz", True), (tmp_path / "new.npy", False)):
+        code, err = run_here(capsys, "--load", base / "run", "--score", path, "--out", tmp_path)
+        assert code == 0, err
+        table = list(csv.DictReader((tmp_path / f"scores-{path.stem}.csv").open()))
+        assert [int(row["name"]) for row in table] == [*range(60)]
+        assert [int(row["points"]) for row in table] == size.tolist()
+        names = np.array(["a", "b", "c"])[label].tolist()
+        assert np.mean([row["predicted"] == name for row, name in zip(table, names)]) > 0.9
+        assert [row["label"] for row in table] == (names if known else [""] * 60)
+    model = exnode.load(base / "run")
+    for k in (0, 7, 20):
+        one = torch.from_numpy(x[k : k + 1, : size[k]]).float()
+        shares = model(one).softmax(-1)[0].tolist()
+        assert [float(table[k][c]) for c in "abc"] == pytest.approx(shares, abs=1e-4)
+
+
+def test_what_is_wrong_with_own_sets_is_one_line(own, tmp_path, capsys):
+    base, _ = own
+    x, *_ = write_own(tmp_path / "own.npz")
+    np.save(tmp_path / "bare.npy", x)
+    np.save(tmp_path / "flat.npy", x[..., :1])
+    cases = {
+        ("--data", tmp_path / "bare.npy", "--out", tmp_path / "run"): "no labels",
+        ("--load", base / "run", "--score", tmp_path / "flat.npy"): "1-D, the model 2-D",
+        ("--load", base / "run", "--score", tmp_path / "nowhere.npy"): "nowhere.npy",
+        ("--load", base / "run", "--score", tmp_path / "flat.npy", "--evaluate"): "one of",
+        ("--score", tmp_path / "flat.npy"): "--load RUN",
+    }
+    for options, words in cases.items():
+        code, err = run_here(capsys, *options)
+        assert (code, err.count("\n")) == (2, 1), (options, err)
+        assert words in err, (options, err)
 
 
 def test_help_says_in_sentences_what_every_option_does(capsys):

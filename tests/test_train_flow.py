@@ -1,5 +1,6 @@
 """train_flow.py as people use it: the command line, on the built-in digits."""
 
+import csv
 import json
 import os
 import signal
@@ -358,6 +359,201 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
         code, err = run_here(capsys, *options)
         assert (code, err.count("\n")) == (2, 1), (options, err)
         assert words.lower() in err.lower()
+
+
+# ------------------------------------------------------------------------------- own sets
+def write_own(path, dim=3, context=False, sets=60):
+    """Ragged sets: "few" have 3 to 5 points about −2, "many" have 7 to 9 about 2."""
+    rng = np.random.default_rng(0)
+    many = np.arange(sets) % 2
+    size = rng.integers(3, 6, sets) + 4 * many
+    x = rng.normal(4.0 * many[:, None, None] - 2, 0.5, (sets, 9, dim))
+    x[np.arange(9) >= size[:, None]] = np.nan
+    more = {"context": many * 2.0 - 1} if context else {"label": np.array(["few", "many"])[many]}
+    np.savez(path, x=x, **more)
+    return x, size, many
+
+
+OWN = ["--objective", "matching", "--blocks", "1", "--hidden", "16,16", "--heads", "2", "--time"]
+OWN += ["--epochs", "100", "--batch-size", "12", "--lr", "2e-2", "--schedule", "one-cycle"]
+OWN += ["--tolerance", "1e-3", "--every", "200"]
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory):
+    """A flow of a person's own ragged sets in 3-D, conditioned on their labels."""
+    base = tmp_path_factory.mktemp("own")
+    write_own(base / "own.npz")
+    options = ["--data", str(base / "own.npz"), "--condition", "label", "--out", str(base / "run")]
+    return base, train_flow.main([*OWN, *options])
+
+
+@pytest.fixture(scope="module")
+def contextual(tmp_path_factory):
+    """A flow of ragged sets in 1-D, conditioned on a number that comes with each."""
+    base = tmp_path_factory.mktemp("context")
+    write_own(base / "own.npz", dim=1, context=True)
+    options = ["--data", str(base / "own.npz"), "--condition", "context"]
+    return base, train_flow.main([*OWN, *options, "--out", str(base / "run")])
+
+
+def table_of(path):
+    return list(csv.DictReader(path.open()))
+
+
+def test_the_right_condition_explains_sets_better_than_a_wrong_one(labelled, contextual):
+    for kind, (_, results) in (("label", labelled), ("context", contextual)):
+        test = results["test"]
+        assert test[f"wrong_{kind}"]["ppll"] < test["ppll"] - 1
+        assert test[f"wrong_{kind}"]["sets"] == test["sets"] == 6
+
+
+def test_a_run_keeps_the_sizes_of_its_training_sets_by_label(labelled):
+    base, _ = labelled
+    train = data.load(str(base / "own.npz")).train
+    size, label = train.sizes, train.labels[train.index]
+    kept = training.read_sets(base / "run")
+    assert kept["dim"] == 3
+    for k, name in enumerate(("few", "many")):
+        pairs = [[n, int((size[label == k] == n).sum())] for n in np.unique(size[label == k])]
+        assert kept["sizes"][name] == pairs
+
+
+def test_samples_of_a_label_have_its_sizes_and_lie_where_its_sets_do(labelled, tmp_path):
+    base, _ = labelled
+    for name, sizes, centre in (("few", {3, 4, 5}, -2), ("many", {7, 8, 9}, 2)):
+        out = tmp_path / name
+        options = ["--load", str(base / "run"), "--sample", "8", "--label", name]
+        made = train_flow.main([*options, "--out", str(out)])
+        assert set(made["mask"].sum(1).tolist()) <= sizes
+        assert made["samples"][made["mask"]].mean().item() == pytest.approx(centre, abs=0.5)
+        [array], [zipped] = out.glob("*.npy"), out.glob("*.npz")
+        x, there = np.load(array), made["mask"].numpy()
+        assert (np.isnan(x).any(-1) == ~there).all()
+        np.testing.assert_array_equal(x[there], made["samples"].numpy()[there])
+        np.testing.assert_array_equal(np.load(zipped)["mask"], there)
+        back, mask, _ = data.load_all(zipped.with_suffix(""), "own").draw(np.arange(8))
+        assert sorted(mask.sum(1)) == sorted(there.sum(1))  # from the folder of PLY files
+        assert back.shape[-1] == 3
+
+
+def test_samples_without_a_label_have_labels_as_often_as_training_sets(labelled, tmp_path):
+    base, _ = labelled
+    options = ["--load", str(base / "run"), "--sample", "60", "--out", str(tmp_path)]
+    made = train_flow.main(options)
+    large = made["mask"].sum(1) > 6
+    assert 20 < large.sum() < 40
+    middle = [made["samples"][k][made["mask"][k]].mean().item() for k in range(60)]
+    assert ((np.array(middle) > 0) == large.numpy()).mean() > 0.9
+    made = train_flow.main([*options, "--points", "6"])
+    assert made["mask"].all()
+    assert made["samples"].shape == (60, 6, 3)
+
+
+def test_samples_follow_the_context_that_is_asked_for(contextual, tmp_path):
+    base, _ = contextual
+    for context in ("-1", "1"):
+        options = ["--load", str(base / "run"), "--sample", "9", "--out", str(tmp_path)]
+        made = train_flow.main([*options, f"--context={context}", "--seed", "1"])
+        middle = made["samples"][made["mask"]].mean().item()
+        assert middle == pytest.approx(2 * float(context), abs=0.6)
+
+
+def test_scores_are_each_set_s_log_p_the_least_likely_first(labelled, tmp_path, capsys):
+    base, results = labelled
+    out = tmp_path / "out"
+    options = ["--load", base / "run", "--score", base / "own.npz", "--tolerance", "1e-5"]
+    code, err = run_here(capsys, *options, "--out", out)
+    assert code == 0, err
+    rows = table_of(out / "scores-own.csv")
+    x, size, many = write_own(tmp_path / "again.npz")
+    values = [float(row["nats_per_point"]) for row in rows]
+    assert values == sorted(values)
+    model, solver = exnode.load(base / "run"), {"method": "dopri5", "rtol": 1e-5, "atol": 1e-5}
+    for row in rows[::7]:
+        k = int(row["name"])
+        assert (int(row["points"]), row["label"]) == (size[k], ("few", "many")[many[k]])
+        given = torch.nn.functional.one_hot(torch.tensor([many[k]]), 2).float()
+        one = torch.from_numpy(x[k : k + 1, : size[k]]).float()
+        log_p = model.log_prob(one, context=given, trace="exact", solver=solver).item()
+        assert float(row["log_p"]) == pytest.approx(log_p, abs=1e-2)
+        assert float(row["nats_per_point"]) == pytest.approx(log_p / size[k], abs=2e-3)
+        share = np.interp(float(row["nats_per_point"]), results["test"]["quantiles"], range(101))
+        assert float(row["percentile"]) == pytest.approx(share, abs=0.1)
+
+
+def test_sets_that_are_unlike_the_training_sets_have_low_percentiles(labelled, tmp_path, capsys):
+    base, _ = labelled
+    x, _, many = write_own(tmp_path / "own.npz", sets=20)
+    strange = tmp_path / "strange.npz"
+    np.savez(strange, x=-x, label=np.array(["few", "many"])[many])  # each where the other one is
+    code, err = run_here(capsys, "--load", base / "run", "--score", strange, "--out", tmp_path)
+    assert code == 0, err
+    assert all(float(r["percentile"]) == 0 for r in table_of(tmp_path / "scores-strange.csv"))
+    assert "area under the curve 1.000" in err
+
+
+def test_finetuning_reads_own_sets_as_its_run_did(tmp_path):
+    config = {"data": "own.csv", "noise": 0.5, "columns": "set=s", "skip_bad": True}
+    run = copy_of(tmp_path / "run", config)
+    args = train_flow.parse(["--finetune", str(run), "--out", str(tmp_path / "fine")])
+    assert {name: vars(args)[name] for name in config} == config
+
+
+def test_percentiles_are_among_test_densities_in_the_units_of_the_model(runs, tmp_path):
+    """Those of mnist are given in pixels, and the model's sets are in shares of the canvas."""
+    out, results = tmp_path / "run", runs["matching"][1]
+    out.mkdir()
+    for name, unit in (("model", 0.0), ("pixels", -6.0)):
+        test = results["test"] | {"log_unit": unit}
+        test["quantiles"] = [v + unit for v in test["quantiles"]]
+        (out / "results.json").write_text(json.dumps({"test": test}))
+        np.testing.assert_allclose(
+            training.test_quantiles(out), results["test"]["quantiles"], err_msg=name
+        )
+
+
+def test_sets_are_scored_with_as_many_points_as_the_run_has(runs, tmp_path):
+    out, _ = runs["matching"]
+    np.save(tmp_path / "large.npy", np.random.default_rng(0).random((4, 30, 2)))
+    found = train_flow.main(["--load", str(out), "--score", str(tmp_path / "large.npy")])
+    assert found["points"].tolist() == [5] * 4
+    (out / "scores-large.csv").unlink()
+
+
+def test_what_is_wrong_with_own_sets_is_one_line(labelled, contextual, tmp_path, capsys):
+    run, other = (base / "run" for base, _ in (labelled, contextual))
+    x, _, many = write_own(tmp_path / "own.npz")
+    paths = {name: tmp_path / f"{name}.npz" for name in ("bare", "strange", "flat", "two")}
+    np.savez(paths["bare"], x=x)
+    np.savez(paths["strange"], x=x, label=np.where(many, "many", "cat"))
+    np.savez(paths["flat"], x=x[..., :1])
+    np.savez(paths["two"], x=x[..., :1], context=np.zeros((60, 2)))
+    damaged = copy_of(tmp_path / "empty", json.loads((run / "config.json").read_text()))
+    (damaged / "best.pt").write_bytes((run / "best.pt").read_bytes())
+    (damaged / "sets.json").write_text('{"dim": 3, "sizes": {"few": [], "many": [[3, 1]]}}')
+    train = [*OWN, "--out", tmp_path / "out"]
+    cases = {
+        (*train, "--data", paths["bare"], "--condition", "label"): "no labels",
+        (*train, "--data", paths["bare"], "--condition", "context"): "have none",
+        ("--load", run, "--score", paths["bare"]): "no labels",
+        ("--load", run, "--score", paths["strange"]): "no class 'cat'",
+        ("--load", run, "--score", paths["flat"]): "1-D, the model 3-D",
+        ("--load", run, "--score", tmp_path / "nowhere.npz"): "nowhere.npz",
+        ("--load", run, "--sample", "3", "--label", "cat"): "there are few, many",
+        ("--load", damaged, "--sample", "3", "--label", "few"): "there are many",
+        ("--load", run, "--sample", "3", "--context", "1"): "--context",
+        ("--load", run, "--evaluate", "--label", "few"): "go with --sample",
+        ("--load", other, "--score", paths["flat"]): "no context",
+        ("--load", other, "--score", paths["two"]): "2 numbers",
+        ("--load", other, "--sample", "3"): "--context",
+        ("--load", other, "--sample", "3", "--context", "1,2"): "2 numbers",
+        ("--load", other, "--sample", "3", "--label", "few"): "not conditioned on labels",
+    }
+    for options, words in cases.items():
+        code, err = run_here(capsys, *options)
+        assert (code, err.count("\n")) == (2, 1), (options, err)
+        assert words in err, (options, err)
 
 
 def test_help_says_in_sentences_what_every_option_does(capsys):
