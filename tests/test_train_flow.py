@@ -15,6 +15,7 @@ import data
 import exnode
 import train_flow
 from beyond.matching import matching_loss
+from solvers import Stats
 from support import training
 
 TINY = ["--points", "5", "--blocks", "2", "--hidden", "16,16", "--heads", "2"]
@@ -178,6 +179,29 @@ def test_samples_of_a_run_depend_on_the_seed_only_and_may_have_more_points(runs,
         path.unlink()
 
 
+def test_samples_are_by_dopri5_or_for_matching_by_rk4_with_the_steps_shared_by_the_blocks(runs):
+    """And both are solved well: as by dopri5 at a tolerance of 1e-6."""
+    for name, (out, _) in runs.items():
+        args, model = train_flow.parse(["--load", str(out), "--sample", "2"]), exnode.load(out)
+        z = torch.randn(2, 9, 2, generator=torch.Generator().manual_seed(0))
+        made, stats = train_flow.draw_sets(args, model, 2, 9), Stats()
+        solver = train_flow.sampler(args)
+        torch.testing.assert_close(made, model.decode(z, solver=solver, stats=stats))
+        tight = {"method": "dopri5", "rtol": 1e-6, "atol": 1e-6}
+        torch.testing.assert_close(made, model.decode(z, solver=tight), atol=1e-2, rtol=0)
+        if name == "matching":
+            assert stats.nfe == 4 * 2 * 2  # of rk4: two steps in each of two blocks
+        else:
+            assert solver == train_flow.dopri5(args)
+
+
+def test_samples_of_matching_in_one_block_take_three_steps_of_rk4(runs):
+    args = train_flow.parse(["--load", str(runs["matching"][0]), "--sample", "2"])
+    for blocks, step_size in ((1, 0.5 / 3), (2, 0.25), (3, 0.5), (12, 0.5)):
+        args.blocks = blocks
+        assert train_flow.sampler(args)["options"] == {"step_size": step_size}
+
+
 def test_two_processes_measure_what_one_does(runs):
     out, results = runs["matching"]
     process = script("--load", out, "--evaluate", "--batch-size", "16", launcher=TWO_PROCESSES)
@@ -311,6 +335,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
         ("--load", out, "--evaluate", "--method", "rk4"): "--method is for training",
         ("--load", out, "--evaluate", "--probes", "2"): "--probes would not be read",
         ("--load", out, "--sample", "3", "--trace", "exact"): "--trace is for densities",
+        ("--load", out, "--sample", "3", "--tolerance", "1e-6"): "--tolerance is for densities",
         ("--points", 10**7, "--out", tmp_path / "w"): "GiB",
         ("--finetune", out, "--load", out, "--evaluate"): "--finetune RUN",
         ("--finetune", out, "--hidden", "6,6", "--out", tmp_path / "x"): "another model",
