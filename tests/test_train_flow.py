@@ -507,6 +507,17 @@ def test_scores_are_each_set_s_log_p_the_least_likely_first(labelled, tmp_path, 
         assert float(row["percentile"]) == pytest.approx(share, abs=0.1)
 
 
+def test_labels_mean_the_same_in_a_file_that_has_not_all_of_them(labelled, tmp_path):
+    base, _ = labelled
+    x, _, many = write_own(tmp_path / "own.npz")
+    np.savez(tmp_path / "many.npz", x=x[many == 1], label=["many"] * many.sum())
+    how = ["--load", str(base / "run"), "--tolerance", "1e-5", "--out", str(tmp_path), "--score"]
+    every, some = (train_flow.main([*how, str(tmp_path / f"{k}.npz")]) for k in ("own", "many"))
+    every = dict(zip(every["names"], every["nats_per_point"]))
+    for name, value in zip(some["names"], some["nats_per_point"]):
+        assert value == pytest.approx(every[str(2 * int(name) + 1)], abs=2e-3)
+
+
 def test_sets_that_are_unlike_the_training_sets_have_low_percentiles(labelled, tmp_path, capsys):
     base, _ = labelled
     x, _, many = write_own(tmp_path / "own.npz", sets=20)
