@@ -195,9 +195,9 @@ def test_samples_are_by_dopri5_or_for_matching_by_rk4_with_the_steps_shared_by_t
             assert solver == train_flow.dopri5(args)
 
 
-def test_samples_of_matching_in_one_block_take_three_steps_of_rk4(runs):
+def test_samples_of_matching_in_one_block_take_four_steps_of_rk4(runs):
     args = train_flow.parse(["--load", str(runs["matching"][0]), "--sample", "2"])
-    for blocks, step_size in ((1, 0.5 / 3), (2, 0.25), (3, 0.5), (12, 0.5)):
+    for blocks, step_size in ((1, 0.125), (2, 0.25), (3, 0.25), (4, 0.5), (12, 0.5)):
         args.blocks = blocks
         assert train_flow.sampler(args)["options"] == {"step_size": step_size}
 
