@@ -467,6 +467,8 @@ class Run:
             self.optimizer.load_state_dict(state["optimizer"])
             rehearse(self.optimizer)
             states = state["random"]
+            if not isinstance(states, list) or not states:
+                raise ValueError("no states of random numbers")
             if len(states) == self.world.size:
                 restore_random_states(states[self.world.rank])
         except Exception as e:  # the file may hold anything

@@ -179,7 +179,7 @@ def state_of(out):
     for name in ("last.pt", "best.pt"):
         state = training.read_checkpoint(out / name)
         weights |= {f"{name} {k}": v.tolist() for k, v in state["model"].items()}
-    return json.dumps([lines, test, weights])
+    return {"metrics.jsonl": lines, "test": test, **weights}
 
 
 def kills(count, rng, tally, folder):
@@ -218,9 +218,9 @@ def finish(name, out, whole, rng, tally, count):
         else:
             return tally.found("hang" if code is None else "lost run", f"{name}: exit code {code}")
     tally.counts["runs that ended"] += 1
-    if state_of(out) != state:
+    if differ := [k for k, v in state_of(out).items() if json.dumps(v) != json.dumps(state[k])]:
         tally.found(
-            "lost or adopted state", f"{name} in {out} is not as the run that nobody killed"
+            "lost or adopted state", f"{name} in {out}: not as the run that nobody killed: {differ}"
         )
 
 
@@ -309,7 +309,7 @@ class Readers:
             "config.json": (self.run_files["config.json"], self.config),
             "metrics.jsonl": (self.run_files["metrics.jsonl"], self.last),
             "results.json": (self.run_files["results.json"], self.results),
-            "own.npy": (npy(series), train_temporal.read_series),
+            "own.npy": (npy(series), lambda path: train_temporal.read_series(path, 2)),
             "idx": (idx, lambda path: mnist.read_idx(path, 3)),
             "idx.gz": (gzip.compress(idx), lambda path: mnist.read_idx(path, 3)),
             "cube.off": (off_cube(), lambda path: meshes.read_off(path.read_bytes(), path)),

@@ -426,7 +426,7 @@ def test_sampling_in_pieces_gives_the_same_sets_and_shows_progress(context, monk
     whole = flow.sample(5, 9, seeded(), context)
 
     def progress(pieces):
-        seen.append([len(z) for z, _ in pieces])
+        seen.append([len(z) for z, *_ in pieces])
         return pieces
 
     monkeypatch.setattr(exnode, "PIECE", 20)
@@ -847,7 +847,7 @@ BAD = [
         for key, value in SETTINGS.items()
     ],
     (flow_call("sample", 1, 1, field="transformer", hidden=(8, 16)), r"hidden .*8, 16"),
-    (flow_call("sample", 1, 1, field="transformer", hidden=0), "width must .*0"),
+    (flow_call("sample", 1, 1, field="transformer", hidden=0), "hidden must be positive .*0"),
     (lambda: SetClassifier(3, 4, "transformer"), "field must .*'transformer'"),
     (lambda: TemporalSetVAE(decoder="deepsets"), "decoder must .*'deepsets'"),
     (lambda: ExNODE(nn.Identity(), gradient="exact"), "gradient must .*'exact'"),
