@@ -626,6 +626,8 @@ def sample(args):
     """--sample K: sets as .npy (NaN where there is no point), .npz, .ply and PNG in --out."""
     world, model = training.connect(args), read_run(args)
     model.to(world.device)
+    least = 4 * args.sample * (args.points or 1) * model.dim
+    check_memory(args, world, model.dim, args.points or 1, 1, least)  # before sizes are drawn
     sizes, context = choose_sets(args, model)
     points = int(sizes.max())
     whole = 4 * args.sample * points * model.dim

@@ -99,7 +99,7 @@ def models(chain_steps):
     for run, x in (("mnist", digits), ("chair", torch.randn(1, 64, 3, dtype=F64))):
         flow = trained(run, flow_of)
         f = value(flow.blocks[0].field)
-        yield Problem("models", f"{run}, encode", f, flow.enter(x), 0.0, 0.5)
+        yield Problem("models", f"{run}, encode", f, flow.to_units(x), 0.0, 0.5)
         z = torch.randn(x.shape, dtype=F64)
         yield Problem("models", f"{run}, sample", f, z, 0.5, 0.0)
     yield classifier()

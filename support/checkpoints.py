@@ -207,7 +207,7 @@ def look(args, out):
         raise UsageError(f"--out {out} holds a run: add --resume, or name another directory")
     off = {k: v for k, v in config.items() if not v}  # as in a run from before that option
     before = off | read_config(out)
-    names = sorted(before.keys() | config.keys())
+    names = sorted((before.keys() | config.keys()) - {"every"})  # which may change on the way
     differ = [k for k in names if before.get(k) != config.get(k) and (before.get(k) or k in config)]
     if differ:
         differ = ", ".join(f"{k} {before.get(k)} → {config.get(k)}" for k in differ)

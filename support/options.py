@@ -20,7 +20,7 @@ OPTIMIZERS = {"adam": torch.optim.Adam, "muon": Muon}
 SCHEDULES = ("halve", "one-cycle")
 GROUPS = ("data", "the model of the paper", "training", "ours", "from a finished run")
 PLACES = (  # where, and what is done beside training: not kept, and may change when a run goes on
-    "out", "root", "resume", "cuda", "every", "load", "evaluate", "last", "sample", "path",
+    "out", "root", "resume", "cuda", "load", "evaluate", "last", "sample", "path",
     "reconstruct", "at", "score", "label", "context",
 )  # fmt: skip
 DATA = ("data", "columns", "skip_bad", "noise")  # which sets, and how they are read
