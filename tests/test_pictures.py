@@ -85,7 +85,7 @@ def test_a_failed_write_leaves_the_old_picture_and_nothing_else(tmp_path, monkey
     before = path.read_bytes()
 
     def fail(*_):
-        raise OSError("no space left")
+        raise OSError(28, "no space left")
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="no space"):
