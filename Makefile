@@ -19,7 +19,7 @@ lint: .venv/.lint
 	$(BIN)/ruff format --check .
 
 bench: .venv/.bench
-	@for b in solvers fields data steps; do echo "== $$b"; $(BIN)/python benchmarks/$$b.py || exit 1; done
+	@for b in solvers controller fields data sampling steps viewer; do echo "== $$b"; $(BIN)/python benchmarks/$$b.py || exit 1; done
 
 .venv/.installed: requirements.txt
 	$(PYTHON) -m venv .venv

@@ -1,6 +1,6 @@
 """Quality of samples against evaluations of the field, for the pretrained flows.
 
-python benchmarks/sampling.py --root ../shared/data        all of it into benchmarks/RESULTS.md
+python benchmarks/sampling.py --root data                  all of it into benchmarks/RESULTS.md
 python benchmarks/sampling.py --only chair --sets 32       one flow, and fewer sets
 python benchmarks/sampling.py --only times                 time of large shapes, a ratio
 
@@ -132,7 +132,7 @@ def write_times(flow="airplane"):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--root", default=PROJECT.parent / "shared" / "data", type=Path)
+    parser.add_argument("--root", default="data", type=Path, help="folder with the data")
     parser.add_argument("--only", choices=(*FLOWS, "times"))
     parser.add_argument("--sets", type=int, default=100)
     args = parser.parse_args()

@@ -279,8 +279,8 @@ def digits(tmp_path_factory):
     """A classifier of built-in digits, after few steps."""
     out, load = tmp_path_factory.mktemp("digits"), train_cls.load_sets
 
-    def few(args, world):
-        return data.Splits(*(split.some(64) for split in load(args, world)))
+    def few(args):
+        return data.Splits(*(split.some(64) for split in load(args)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_cls, "load_sets", few)
