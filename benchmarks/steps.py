@@ -31,7 +31,8 @@ import data
 from beyond.matching import matching_loss
 from exnode import SetClassifier, SetFlow, base_log_prob
 from solvers import Stats
-from support.training import keep_memory, number
+from support.options import number
+from support.processes import keep_memory
 
 RIVAL = "torchdiffeq"
 ROUNDING = 1e-6  # nats per point: closer than float32 can tell for a set of 50

@@ -123,25 +123,28 @@ def assign(x, z, mask=None, sweeps=3):
         key = points[..., 0] if mask is None else points[..., 0].masked_fill(~mask, math.inf)
         ranks.append(key.argsort(-1)[..., None].expand_as(z))
     z = torch.empty_like(z).scatter_(-2, ranks[0], z.gather(-2, ranks[1]))
-    for i, j in round_robin(x.shape[-2]).to(x.device).repeat(sweeps, 1, 1).unbind():
-        zi, zj = z[:, i], z[:, j]
-        swap = ((x[:, i] - x[:, j]) * (zi - zj)).sum(-1, keepdim=True) < 0
-        if mask is not None:
-            swap &= (mask[:, i] & mask[:, j])[..., None]
-        z[:, i], z[:, j] = torch.where(swap, zj, zi), torch.where(swap, zi, zj)
-    return z
+    z, x = (a.movedim(-1, 0).contiguous() for a in (z, x))  # (d, B, n)
+    for _ in range(sweeps):
+        for other in round_robin(x.shape[-1]).to(x.device):
+            zj = z[..., other]
+            swap = ((x - x[..., other]) * (z - zj)).sum(0) < 0  # alike for both of a pair
+            if mask is not None:
+                swap &= mask & mask[..., other]
+            z = torch.where(swap, zj, z)
+    return z.movedim(0, -1)
 
 
 @cache
 def round_robin(n):
-    """Every pair of n once, in rounds of disjoint pairs: `(rounds, 2, n // 2)`."""
+    """Whom each of n meets, `(rounds, n)`, every other once; who rests in a round meets itself."""
     even = n + n % 2  # with an odd n, whoever meets the extra one rests
-    ring, rounds = list(range(1, even)), []
-    for r in range(even - 1):
+    ring, rounds = list(range(1, even)), torch.arange(n).repeat(even - 1, 1)
+    for r, row in enumerate(rounds):
         order = [0, *ring[r:], *ring[:r]]
-        pairs = [(order[k], order[-1 - k]) for k in range(even // 2)]
-        rounds.append([pair for pair in pairs if max(pair) < n])
-    return torch.tensor(rounds, dtype=torch.long).reshape(even - 1, n // 2, 2).transpose(1, 2)
+        for i, j in zip(order, reversed(order)):
+            if max(i, j) < n:
+                row[i] = j
+    return rounds
 
 
 # -------------------------------------------------------------------------------- sets over time
