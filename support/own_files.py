@@ -21,6 +21,7 @@ columns or keys. `skip_bad` goes on without files and sets that are wrong. Nothi
 import contextlib
 import os
 import re
+import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -269,12 +270,14 @@ def read_npy(path, columns, bad):
 
 
 def _npy(path):
-    with open(path, "rb") as file:
-        reading.npy_header(file, os.fstat(file.fileno()).st_size, path)
-    try:
-        return np.load(path, allow_pickle=False)
-    except Exception as e:  # whatever a damaged header leads to
-        raise DataError(f"{path}: not a .npy array ({e})") from None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # numpy's, of files from Python 2
+        with open(path, "rb") as file:
+            reading.npy_header(file, os.fstat(file.fileno()).st_size, path)
+        try:
+            return np.load(path, allow_pickle=False)
+        except Exception as e:  # whatever a damaged header leads to
+            raise DataError(f"{path}: not a .npy array ({e})") from None
 
 
 def read_jets(path, columns, bad):

@@ -188,6 +188,8 @@ def read(path, *, points=None, columns=None, skip_bad=False, noise=0.0) -> OwnSe
     """The sets at a path, of which meshes get `points` (2,048 or more) points."""
     if not (isinstance(noise, int | float) and 0 <= noise < np.inf):
         raise DataError(f"noise={noise!r}: want a number ≥ 0, the σ of what is added")
+    if not str(path):
+        raise DataError("no data called '': want a name or a path")
     path, columns = Path(path), read_columns(columns)
     try:
         there = path.stat()

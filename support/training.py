@@ -148,8 +148,8 @@ def several(args, train, number):
         for k in range(args.seed, args.seed + args.runs):
             one = copy.copy(args)
             one.seed, one.out, one.runs = k, str(Path(args.out) / f"seed{k}"), 1
-            say(f"seed {k} in {one.out}")
             runs.append(train(one))
+            say(f"seed {k}: {number} {runs[-1]['test'][number]:.4f}, in {one.out}")
         values = [run["test"][number] for run in runs]
         results = {"mean": statistics.mean(values), "std": statistics.stdev(values)}
         say(f"test {number} {results['mean']:.4f} ± {results['std']:.4f}, {args.runs} runs")

@@ -735,3 +735,8 @@ def test_an_array_larger_than_the_memory_is_refused_before_it_is_read(tmp_path, 
     with pytest.raises(DataError) as error:
         data.load(path)
     one_line(error, path, "GiB", "in parts")
+
+
+def test_an_empty_path_is_no_data():
+    with pytest.raises(DataError, match="no data called ''"):
+        data.load("")
