@@ -193,6 +193,15 @@ def one_width(hidden):
 # ---------------------------------------------------------------------------------- classification
 
 
+@torch.no_grad()
+def start_in_units(layer, x, mask=None):
+    """Let a first layer begin with W (x − mean) / std + b, in units of the points of these sets."""
+    points = x.flatten(0, -2) if mask is None else x[mask]
+    std = points.std(0, correction=0)
+    layer.weight.div_(torch.where(std > 0, std, 1))
+    layer.bias.sub_(layer.weight @ points.mean(0))
+
+
 class SetClassifier(nn.Module):
     """Sec. 3.2: logits = head(max over points of ExNODE(φ(x)))."""
 

@@ -30,6 +30,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -41,6 +42,7 @@ from support.splits import UNLABELLED
 MODEL_OPTIONS = (*options.DATA, "category", "points", "model", "valid", "seed")
 TRAINING = ("augment", "valid", "smoothing", "finetune")  # without a meaning for --evaluate
 INTERVALS = 6  # of the run, each with half the learning rate of the one before
+UNIT_SETS = 2000  # training sets of a person's own that give the first layer its units
 RENEWED = 20  # batches that batch normalisation's statistics are computed from anew
 KEPT = {  # numbers that a training step was seen to keep for each point; a test keeps half of them
     "exnode-deepsets": 10_000,
@@ -193,6 +195,11 @@ def train_here(args, world):
     def start(model):
         if args.finetune:
             training.load_best(model, args.finetune)
+        elif args.data not in data.NAMES and isinstance(model, exnode.SetClassifier):
+            some = splits.train.some(UNIT_SETS)
+            x, mask, _ = some.draw(np.arange(len(some)))
+            given = (None if a is None else torch.from_numpy(a) for a in (x, mask))
+            exnode.start_in_units(model.expand[0], *given)
 
     def loss(model, batch):
         logits = model(batch.x, batch.mask)

@@ -533,6 +533,8 @@ def start(args, model, train):
             model.decoder.standardise(x.to(model.decoder.mean.device))
         except ValueError as e:
             raise training.UsageError(f"--data {args.data}: {e}") from None
+        if is_own(args) and not args.finetune:
+            exnode.start_in_units(model.points[0], x)
 
 
 def train(args):

@@ -981,3 +981,19 @@ def test_what_is_no_run_is_a_value_error_that_names_the_file(tmp_path):
     os.mkfifo(tmp_path / "best.pt")  # nobody writes there: it must not be waited for
     with pytest.raises(ValueError, match="no such file"):
         exnode.load(tmp_path)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_first_layer_in_units_of_the_data_begins_as_one_of_standardised_points(masked):
+    x = torch.randn(3, 5, 3, dtype=F64) * torch.tensor([1e-3, 1.0, 1e4]) + torch.tensor(
+        [5, 0, -1e5]
+    )
+    x[..., 1] = 7.0  # an axis without spread
+    mask = torch.arange(5) < torch.tensor([5, 2, 4])[:, None] if masked else None
+    layer = torch.nn.Linear(3, 4, dtype=F64)
+    before = copy.deepcopy(layer)
+    exnode.start_in_units(layer, x, mask)
+    points = x[mask] if masked else x.flatten(0, 1)
+    std = points.std(0, correction=0)
+    std[1] = 1.0
+    close(layer(x), before((x - points.mean(0)) / std), 1e-6)
