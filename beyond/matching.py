@@ -138,13 +138,12 @@ def assign(x, z, mask=None, sweeps=3):
 def round_robin(n):
     """Whom each of n meets, `(rounds, n)`, every other once; who rests in a round meets itself."""
     even = n + n % 2  # with an odd n, whoever meets the extra one rests
-    ring, rounds = list(range(1, even)), torch.arange(n).repeat(even - 1, 1)
-    for r, row in enumerate(rounds):
+    ring, rounds = list(range(1, even)), []
+    for r in range(even - 1):
         order = [0, *ring[r:], *ring[:r]]
-        for i, j in zip(order, reversed(order)):
-            if max(i, j) < n:
-                row[i] = j
-    return rounds
+        met = dict(zip(order, reversed(order)))
+        rounds.append([met[i] if met[i] < n else i for i in range(n)])
+    return torch.tensor(rounds)
 
 
 # -------------------------------------------------------------------------------- sets over time
