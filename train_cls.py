@@ -36,6 +36,7 @@ from torch.nn import functional as F
 
 import data
 import exnode
+from sets import DeepSets, SetTransformer
 from support import options, pictures, training
 from support.splits import UNLABELLED
 
@@ -277,13 +278,8 @@ def score(args):
 
 def load_model(args):
     """The trained classifier of --load RUN."""
-    try:
-        model = exnode.load(args.load)
-    except ValueError as e:
-        raise training.UsageError(f"--load: {e}") from None
-    if not hasattr(model, "in_dim"):
-        raise training.UsageError(f"--load {args.load}: of another model, not of a classifier")
-    return model
+    kinds = exnode.SetClassifier, DeepSets, SetTransformer
+    return training.load_model("--load", args.load, exnode.load, kinds, "of a classifier")
 
 
 def class_names(args):

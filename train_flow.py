@@ -252,13 +252,8 @@ def build(args, split):
 
 def read_run(args):
     """The model with the best weights of --load RUN."""
-    try:
-        flow = exnode.load(args.load)
-    except ValueError as e:
-        raise training.UsageError(f"--load: {e}") from None
-    if not isinstance(flow, exnode.SetFlow):
-        raise training.UsageError(f"--load {args.load}: of another model, not of a set flow")
-    return flow
+    kind = exnode.SetFlow, "of a set flow"
+    return training.load_model("--load", args.load, exnode.load, *kind)
 
 
 def dopri5(args, least=0.0):

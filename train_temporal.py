@@ -433,13 +433,7 @@ def measure_own_sets(model, split, args, world):
 
 def load_model(option, run, kind):
     """The trained model of a run, of the class `kind`."""
-    try:
-        model = exnode.load(run)
-    except ValueError as e:
-        raise training.UsageError(f"{option}: {e}") from None
-    if not isinstance(model, kind):
-        raise training.UsageError(f"{option} {run}: of another model, not a {kind.__name__}")
-    return model
+    return training.load_model(option, run, exnode.load, kind, f"a {kind.__name__}")
 
 
 @torch.no_grad()

@@ -160,6 +160,17 @@ def load_best(model, run, new=()):
     load_weights(model, weights, path)
 
 
+def load_model(option, run, load, kind, what):
+    """load(run), the trained model of a run, if it is of the class `kind`: that is, `what`."""
+    try:
+        model = load(run)
+    except ValueError as e:
+        raise UsageError(f"{option}: {e}") from None
+    if not isinstance(model, kind):
+        raise UsageError(f"{option} {run}: of another model, not {what}")
+    return model
+
+
 def load_last(model, run):
     """The weights at the end of a run, averaged if it averages them."""
     path = Path(run) / "last.pt"

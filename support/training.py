@@ -50,6 +50,7 @@ from support.checkpoints import (
     directory,
     load_best,
     load_last,
+    load_model,
     load_weights,
     make_folder,
     read_checkpoint,
@@ -81,8 +82,8 @@ from support.progress import doing, duration, say, watch
 
 __all__ = [  # what the scripts use from here beside what is defined here
     "UsageError", "World", "check_memory", "command", "connect", "curve", "directory", "load_best",
-    "load_last", "load_weights", "make_folder", "read_checkpoint", "read_config", "read_sets",
-    "say", "test_quantiles", "watch", "write_evaluation", "write_sets", "write_table",
+    "load_last", "load_model", "load_weights", "make_folder", "read_checkpoint", "read_config",
+    "read_sets", "say", "test_quantiles", "watch", "write_evaluation", "write_sets", "write_table",
 ]  # fmt: skip
 PLANS = (0.05, 0.25, 0.5, 0.75, 0.9)  # progress at which --minutes fixes the number of steps
 SAVE_SECONDS = 300  # between checkpoints within an epoch
