@@ -47,6 +47,7 @@ from support.splits import (  # noqa: F401
     Splits,
     batches,
     choose,
+    epochs,
     hold_out,
     names_in,
     pad,

@@ -14,7 +14,6 @@
     Eq. 12, sampling at any time                           TemporalSetVAE.sample
     Eq. 13, x̂_t = ODESolve(y, z_t)                         TemporalSetVAE.decode, .reconstruct
     Table 3, architectures                                 the defaults of each class
-    (the trained model of a run directory)                 load
 
 x is `(..., n, d)`: a set of n points, leading axes are batch. mask is `(..., n)`, True where a
 point exists. context is `(..., c)`. A series is x `(B, T, n, d)` at times t, `(T,)` or `(B, T)`.
@@ -37,7 +36,6 @@ Departures from the paper:
 import math
 from functools import partial
 from numbers import Integral
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -46,14 +44,13 @@ from torch import Tensor, nn
 import sets
 from beyond.fast import FastAttentionField, FastDeepSetsField
 from beyond.transformer import TransformerField
-from sets import PointNorm, check_set, check_values, check_widths, count, keep, pool_max
+from sets import PointNorm, check_set, check_widths, count, keep, pool_max
 from solvers import odeint, odeint_adjoint, odeint_checkpoint
 
 GRADIENTS = ("backprop", "adjoint", "checkpoint")
 TRACES = ("hutchinson", "exact")
 FIELDS = ("attention", "deepsets", "concatsquash", "transformer")
 DECODERS = ("concatsquash", "attention", "transformer")
-FORMAT = "exnode checkpoint 1"
 PIECE = 2**16  # points that are sampled at once
 
 
@@ -71,8 +68,8 @@ def check_counts(**counts):
 
 def as_tensor(name, value, like, dtype=None):
     """value as a tensor, or None; arrays and lists go to the device of `like`."""
-    if value is None or (isinstance(value, Tensor) and dtype in (None, value.dtype)):
-        return value
+    if value is None:
+        return None
     device = value.device if isinstance(value, Tensor) else like.device
     try:
         return torch.as_tensor(value, dtype=dtype, device=device)
@@ -80,12 +77,13 @@ def as_tensor(name, value, like, dtype=None):
         raise ValueError(f"{name} must be a tensor or an array of numbers: {e}") from None
 
 
-def as_sets(model, dim, x, mask=None, context=None):
+def as_sets(model, dim, x, mask=None, context=None, axes=1):
     """x, mask and context as tensors in the model's precision; a ValueError if x holds no sets."""
     like = next(model.parameters())
-    x, mask = as_tensor("x", x, like, like.dtype), as_tensor("mask", mask, like)
-    check_set(x, dim, mask)
-    return x, mask, as_tensor("context", context, like, like.dtype)
+    x, context = (as_tensor(k, v, like, like.dtype) for k, v in (("x", x), ("context", context)))
+    mask = as_tensor("mask", mask, like)
+    check_set(x, dim, mask, axes)
+    return x, mask, context
 
 
 def ode_solve(f, y0, times, gradient, params, solver, mask=None, stats=None):
@@ -93,17 +91,16 @@ def ode_solve(f, y0, times, gradient, params, solver, mask=None, stats=None):
 
     With a mask, y0 is a set or begins with one, and no padded point counts in the solver's error.
     """
-    t = torch.as_tensor(times, dtype=torch.float64)
-    adaptive, options = solver.get("method") in (None, "dopri5"), solver.get("options") or {}
-    backwards = options | ({"norm": "seminorm"} if adaptive else {})
+    t, params = torch.as_tensor(times).double(), [p for p in params if p.requires_grad]
+    how, adaptive = {**solver, "stats": stats}, solver.get("method") in (None, "dopri5")
+    backwards = how.get("options") or {}
     if adaptive and mask is not None:
-        options = {"norm": partial(rms_of_points, mask)} | options
-    how = {**solver, "options": options, "stats": stats}
-    params = [p for p in params if p.requires_grad]
+        how["options"] = {"norm": partial(rms_of_points, mask)} | backwards
     if gradient == "backprop" or not torch.is_grad_enabled():
         return odeint(f, y0, t, **how)
     if gradient == "checkpoint":
         return odeint_checkpoint(f, y0, t, params=params, **how)
+    backwards = backwards | ({"norm": "seminorm"} if adaptive else {})
     return odeint_adjoint(f, y0, t, adjoint_params=params, adjoint_options=backwards, **how)
 
 
@@ -138,13 +135,11 @@ class ExNODE(nn.Module):
     def integrate(self, x, times, mask=None, context=None, solver=None, stats=None) -> Tensor:
         """z at the second of two times, where z = x at the first."""
         x, mask, context = as_sets(self.field, self.field.dim, x, mask, context)
-        check_values(x, mask)
 
         def f(t, z):
             return self.field(t, z, mask, context)
 
-        how = self.gradient, self.inputs(context), solver or self.solver, mask, stats
-        z = ode_solve(f, keep(x, mask), times, *how)[-1]
+        z = self.solve(f, keep(x, mask), times, mask, context, solver, stats)[-1]
         return keep(z, mask, x)  # a padded point stays where it is
 
     def forward_and_log_det(
@@ -161,14 +156,14 @@ class ExNODE(nn.Module):
             dz, je = self.field.value_and_jvp(t, state[0], noise, mask, context)
             return dz, (keep(noise, mask) * je).sum((-2, -1)).mean(0)
 
-        start = keep(x, mask), x.new_zeros(x.shape[:-2])
-        how = self.gradient, self.inputs(context), solver or self.solver, mask, stats
-        z, log_det = ode_solve(f, start, (0.0, self.t1), *how)
+        start, times = (keep(x, mask), x.new_zeros(x.shape[:-2])), (0.0, self.t1)
+        z, log_det = self.solve(f, start, times, mask, context, solver, stats)
         return keep(z[-1], mask, x), log_det[-1]
 
-    def inputs(self, context):
-        """What gradients are for, beside x."""
-        return [*self.field.parameters(), *([] if context is None else [context])]
+    def solve(self, f, start, times, mask, context, solver, stats):
+        """The states at all of times; gradients are for the field, the context and start."""
+        inputs = [*self.field.parameters(), *([] if context is None else [context])]
+        return ode_solve(f, start, times, self.gradient, inputs, solver or self.solver, mask, stats)
 
 
 def make_field(name, dim, hidden, heads=4, time=False, context=0):
@@ -193,15 +188,6 @@ def one_width(hidden):
 # ---------------------------------------------------------------------------------- classification
 
 
-@torch.no_grad()
-def start_in_units(layer, x, mask=None):
-    """Let a first layer begin with W (x − mean) / std + b, in units of the points of these sets."""
-    points = x.flatten(0, -2) if mask is None else x[mask]
-    std = points.std(0, correction=0)
-    layer.weight.div_(torch.where(std > 0, std, 1))
-    layer.bias.sub_(layer.weight @ points.mean(0))
-
-
 class SetClassifier(nn.Module):
     """Sec. 3.2: logits = head(max over points of ExNODE(φ(x)))."""
 
@@ -219,7 +205,6 @@ class SetClassifier(nn.Module):
 
     def forward(self, x, mask=None) -> Tensor:
         x, mask, _ = as_sets(self, self.in_dim, x, mask)
-        check_values(x, mask)
         x = keep(x, mask)
         for linear, norm in zip(self.expand, self.norms):  # φ
             x = torch.tanh(norm(linear(x), mask))
@@ -297,7 +282,6 @@ class SetFlow(nn.Module):
         """The arguments as tensors that fit the chain; a ValueError if they do not."""
         x, mask, context = as_sets(self, self.dim, x, mask, context)
         self.blocks[0].field.check(None, x, mask, context)
-        check_values(x, mask)
         return x, mask, context
 
     def encode(self, x, mask=None, context=None, solver=None, stats=None) -> Tensor:
@@ -346,10 +330,8 @@ class SetFlow(nn.Module):
     def decode_pieces(self, z, mask=None, context=None, solver=None, progress=iter):
         """As decode, about PIECE points at a time; `progress` wraps the list of pieces."""
         size = max(1, PIECE // z.shape[-2])
-        parts = [
-            [None] * len(z.split(size)) if a is None else a.split(size) for a in (mask, context)
-        ]
-        pieces = progress(list(zip(z.split(size), *parts)))
+        given = [[None] * len(z) if a is None else a.split(size) for a in (mask, context)]
+        pieces = progress(list(zip(z.split(size), *given)))
         return torch.cat([self.decode(*piece, solver) for piece in pieces])
 
 
@@ -407,14 +389,14 @@ class TemporalSetVAE(nn.Module):
 
     def read(self, x, t, mask=None):
         """The arguments as tensors, t being `(B, T)`, and which sets were observed, `(B, T)`."""
-        x, mask, _ = as_sets(self, self.dim, x, mask)
+        x, mask, _ = as_sets(self, self.dim, x, mask, axes=2)
         if x.dim() != 4:
             raise ValueError(f"x must be (B, T, points, {self.dim}), not {tuple(x.shape)}")
         seen = torch.ones_like(x[..., 0, 0]).bool() if mask is None else mask.any(-1)
-        t = read_times(t, len(x), seen)
+        t = as_times(t, len(x))
         if t.shape != x.shape[:2]:
             raise ValueError(f"x must hold sets at {t.shape[1]} times, not {tuple(x.shape)}")
-        check_values(x.flatten(1, 2), None if mask is None else mask.flatten(1))
+        check_order(t, seen)
         return x, t, mask, seen
 
     def encode(self, x, t, mask=None) -> Posterior:
@@ -474,8 +456,9 @@ class TemporalSetVAE(nn.Module):
         the points in mask `(B, T, points)`, with zeros elsewhere.
         """
         check_counts(points=points)
-        seen = None if mask is None else mask.any(-1)
-        z = self.latents(z0, read_times(t, len(z0), seen), solver)
+        t, seen = as_times(t, len(z0)), None if mask is None else mask.any(-1)
+        check_order(t, seen)
+        z = self.latents(z0, t, solver)
         y = normal((len(z), 1 if continuous else z.shape[1], points, self.dim), z, generator)
         y = y.expand(-1, z.shape[1], -1, -1)
         if mask is None:
@@ -516,89 +499,24 @@ class LatentField(nn.Module):
 def as_times(t, batch):
     """Times `(T,)` or `(batch, T)` as a float64 tensor `(batch, T)` on the CPU."""
     t = as_tensor("t", t, torch.empty(0), torch.float64).cpu()
-    if not t.dim() or not t.numel() or t.shape[:-1] not in ((), (batch,)):
+    if not t.numel() or t.shape[:-1] not in ((), (batch,)) or not t.dim():
         raise ValueError(f"t must be times (T,) or ({batch}, T), not {tuple(t.shape)}")
     if not t.isfinite().all():
-        raise ValueError(f"t must be finite and strictly increasing, not {t.tolist()}")
+        raise ValueError(f"t must be finite, not {t.tolist()}")
     return t.expand(batch, -1).clone()
 
 
-def read_times(t, batch, seen=None):
-    """as_times, increasing but for sets that were not `seen`, which may repeat the one before."""
-    rows = as_times(t, batch)
-    rises = rows.diff() > 0
-    if seen is not None and seen.shape == rows.shape:
-        rises |= (rows.diff() == 0) & ~seen[:, 1:].cpu()
+def check_order(t, seen=None):
+    """A ValueError unless times `(B, T)` increase; of a set not `seen`, one may be repeated."""
+    rises = t.diff() > 0
+    if seen is not None:
+        rises |= (t.diff() == 0) & ~seen[:, 1:].cpu()
     if not rises.all():
-        raise ValueError(f"t must be finite and strictly increasing, not {rows.tolist()}")
-    return rows
-
-
-# --------------------------------------------------------------------------------- trained models
-
-CLASSIFIERS = {  # the rows of Table 1
-    "exnode-deepsets": partial(SetClassifier, field="deepsets"),
-    "exnode-attention": partial(SetClassifier, field="attention"),
-    "deepsets": sets.DeepSets,
-    "settransformer": sets.SetTransformer,
-}
-
-
-def build(config, dim, classes=None, context=0) -> nn.Module:
-    """The model that the options of a run describe, for points in `dim` dimensions.
-
-    classes: of a classifier; context: numbers per set that a flow is conditioned on.
-    """
-    if "model" in config:
-        return CLASSIFIERS[one_of("model", config["model"], CLASSIFIERS)](dim, classes)
-    if "decoder" in config:
-        names = ("latent", "decoder", "hidden", "gradient", "trace")
-        return TemporalSetVAE(dim, **{name: config[name] for name in names})
-    names = ("blocks", "field", "hidden", "heads", "time", "gradient", "method", "probes")
-    how = {name: config[name] for name in names}
-    how["trace"] = "exact" if config["trace"] == "exact" else "hutchinson"
-    if how["method"] != "dopri5":
-        how["options"] = {"step_size": 0.5 / config["steps"]}
-    if how["field"] == "transformer":  # with views: beyond/transformer.py
-        views = {name: config.get(name, 0) for name in ("fine", "cells")}
-        shape = dict(zip(("width", "layers"), one_width(how["hidden"])))
-        how["field"] = partial(TransformerField, **shape, heads=how["heads"], end=0.5, **views)
-    how |= {"rtol": config["tolerance"], "atol": config["tolerance"]}
-    return SetFlow(dim, t1=0.5, context=context, **how)
+        raise ValueError(f"t must be strictly increasing, not {t.tolist()}")
 
 
 def load(run) -> nn.Module:
     """The trained model of a run directory, ready to use: `exnode.load("pretrained/chair")`."""
-    path = Path(run) / "best.pt"
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file, so {run} holds no trained model")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["format"] != FORMAT:
-            raise ValueError(f"in the format {state['format']!r}, not {FORMAT!r}")
-        return restore(state["config"], state["model"]).eval()
-    except Exception as e:  # a file may hold anything
-        why = f"{type(e).__name__}: {e}".splitlines()[0][:160]
-        raise ValueError(f"{path}: damaged, or not of this program ({why})") from None
+    from support.models import load  # which knows the options of runs, and needs this module
 
-
-def context_of(config, weights):
-    """Numbers per set that a flow is conditioned on: what its first layer reads beside (x, t)."""
-    if not config.get("condition"):
-        return 0
-    layers = {"attention": "q.extra", "deepsets": "network.extra", "transformer": "condition.0"}
-    width = weights[f"blocks.0.field.{layers[config['field']]}.weight"].shape[1]
-    return width - (9 if config["field"] == "transformer" else config["time"])
-
-
-def restore(config, weights):
-    """The model of a run with its weights, whose shapes tell the dimensions and classes."""
-    if "model" in config:
-        first = {"deepsets": "layers.0", "settransformer": "blocks.0.gather.k"}
-        dim = weights[first.get(config["model"], "expand.0") + ".weight"].shape[1]
-    else:
-        dim = len(weights["decoder.mean" if "decoder" in config else "mean"])
-    model = build(config, dim, len([*weights.values()][-1]), context_of(config, weights))
-    # moments are a part of training only: beyond/matching.py
-    model.load_state_dict({k: v for k, v in weights.items() if not k.startswith("moments.")})
-    return model
+    return load(run)

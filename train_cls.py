@@ -37,7 +37,7 @@ from torch.nn import functional as F
 import data
 import exnode
 from sets import DeepSets, SetTransformer
-from support import options, pictures, training
+from support import models, options, pictures, training
 from support.splits import UNLABELLED
 
 MODEL_OPTIONS = (*options.DATA, "category", "points", "model", "valid", "seed")
@@ -66,7 +66,7 @@ def parse(argv=None):
     help = "Share of the training sets that is held out to select weights."
     add("--valid", type=number(float, 0, below=1), default=0.1, help=help)
     add = parser.group("the model of the paper")
-    add("--model", choices=exnode.CLASSIFIERS, default="exnode-deepsets", help="A row of Table 1.")
+    add("--model", choices=models.CLASSIFIERS, default="exnode-deepsets", help="A row of Table 1.")
     add = parser.group("ours")
     help = "Share of each label that is spread over all classes."
     add("--smoothing", type=number(float, 0, below=1), default=0.0, help=help)
@@ -132,7 +132,7 @@ def load_checked(args, world):
 
 
 def make_model(args, split):
-    return exnode.build(vars(args), split.dim, len(split.classes))
+    return models.build(vars(args), split.dim, len(split.classes))
 
 
 def draw_batches(args, split, world):
@@ -200,7 +200,7 @@ def train_here(args, world):
             some = splits.train.some(UNIT_SETS)
             x, mask, _ = some.draw(np.arange(len(some)))
             given = (None if a is None else torch.from_numpy(a) for a in (x, mask))
-            exnode.start_in_units(model.expand[0], *given)
+            models.start_in_units(model.expand[0], *given)
 
     def loss(model, batch):
         logits = model(batch.x, batch.mask)

@@ -9,7 +9,7 @@
     python train_flow.py --load runs/flow --evaluate
 
     Table 2, PPLL in the paper's units            ppll, Split.log_unit
-    Fig. 3, samples beside real sets              draw_samples: samples.png
+    Fig. 3, samples beside real sets              draw_run: samples.png
     Fig. 4, more points than in training          --sample K --points N
     App. C.2, recipe: 12 blocks, dopri5 at 1e-5,
     Adam 1e-3, halved every 100 epochs, batches
@@ -30,7 +30,7 @@ Departures from the paper
   training through them could exploit. `tolerance_error` beside a test's PPLL is by how many nats
   per point a set is off at that tolerance: the most among CHECKED_SETS, solved at a hundredth.
 - Samples of a flow trained by matching, whose paths are nearly straight, are solved by SAMPLE_STEPS
-  steps of rk4, which come as close to the solution as dopri5 at 1e-3: `sampler`.
+  steps of rk4, which come as close to the solution as dopri5 at 1e-3: support/flows.py.
 - "Halved every 100 epochs" is "after each tenth of the run", so that any budget has all of it.
 - A transformer field, its views, Muon and averaged weights are options; what they gain is in
   the README.
@@ -39,31 +39,36 @@ Departures from the paper
 import math
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
 import data
 import exnode
 from beyond.likelihood import sampled_log_prob
 from beyond.matching import COUPLINGS, matching_loss
 from sets import count
-from solvers import METHODS, SolverError, Stats
-from support import metrics, options, own_sets, pictures, training
-from support.files import write_whole
-from support.splits import UNLABELLED
+from solvers import SolverError, Stats
+from support import metrics, models, options, training
+from support.flow_commands import sample, score
+from support.flow_pictures import draw_beside, draw_run
+from support.flows import (
+    check_memory,
+    condition,
+    dopri5,
+    draw_like,
+    log_probs,
+    read_run,
+    test_trace,
+)
 
 FIELDS = ("attention", "deepsets", "transformer")
 INTERVALS = 10  # of the run, each with half the learning rate of the one before
 VALID_POINTS = 6400  # points, of all sets together, in an evaluation
 SCORE_SETS = 1000  # samples that are scored at the end
 UNIT_SETS = 2000  # training sets that give a flow its units
-SAMPLE_STEPS = 4  # of rk4, in the whole chain, for samples of a flow trained by matching
-EXPLODED = 1e4  # deviations of the data, beyond which no point of a sample can be
 CHECKED_SETS = 8  # test sets that are solved once more, at a hundredth of the tolerance
 ADVICE = "on a CPU, --objective matching trains the same model without a solver in the loop"
 ONLY_WITH = {  # options that would otherwise do nothing
@@ -105,10 +110,8 @@ def parse(argv=None):
     add("--blocks", type=number(int, 1, below=1000), default=12, help=help)
     help = "Widths of a field's layers."
     add("--hidden", type=options.widths, default="128,128,128", metavar="W,W", help=help)
-    help = "Number of attention heads."
-    add("--heads", type=number(int, 1, below=2**16), default=4, help=help)
-    help = "Let attention and deepsets fields read the ODE's t."
-    add("--time", action="store_true", help=help)
+    add("--heads", type=number(int, 1, below=2**16), default=4, help="Number of attention heads.")
+    add("--time", action="store_true", help="Let attention and deepsets fields read the ODE's t.")
     help = "Trace of the density; if not given, hutchinson in training, and in the test exact, or"
     help += " hutchinson for the transformer; sampled, which is ours, costs half in training."
     add("--trace", choices=(*exnode.TRACES, "sampled"), help=help)
@@ -123,8 +126,7 @@ def parse(argv=None):
     help = "Number of steps of rk4 or rk5 in each block."
     add("--steps", type=number(int, 1, below=10**6), default=1, help=help)
     add = parser.group("training")
-    help = "Largest norm of a gradient; if not given, any."
-    add("--clip", type=number(float, 1e-9), help=help)
+    add("--clip", type=number(float, 1e-9), help="Largest norm of a gradient; if not given, any.")
     add = parser.group("ours")
     help = "What training maximises or fits; matching needs no solver in the loop."
     choices = ("likelihood", "matching")
@@ -150,8 +152,7 @@ def parse(argv=None):
     help += " built-in sets."
     add("--spare", type=number(int, 0, below=10**9), default=0, metavar="K", help=help)
     add = parser.group("from a finished run")
-    help = "Draw K sets from --load RUN."
-    add("--sample", type=number(int, 1), metavar="K", help=help)
+    add("--sample", type=number(int, 1), metavar="K", help="Draw K sets from --load RUN.")
     help = "With --sample, also draw how the first five come from noise."
     add("--path", action="store_true", help=help)
     help = "Class of the samples, for a flow conditioned on labels; if not given, any."
@@ -200,7 +201,7 @@ def check(parser, args, argv):
         names = ("data", "category", "batch_size", "test_sets", "columns", "skip_bad", "noise")
         options.refuse(parser, args, names, "is for sets of data, which --sample does not read")
         options.refuse(parser, args, ("trace", "probes"), "is for densities, not for --sample")
-        if args.objective == "matching":  # sampler
+        if args.objective == "matching":  # flows.sampler
             options.refuse(parser, args, ("tolerance",), "is for densities, not for --sample")
     only_tested = args.load or args.objective == "matching"  # training reads no trace
     if only_tested and args.field != "transformer" and not args.trace:
@@ -233,125 +234,47 @@ def condition_size(args, split):
     return len(split.classes) if args.condition else 0
 
 
-def condition(args, model, batch):
-    """What a flow is conditioned on, `(B, c)`: labels as one-hot vectors, the context, or None."""
-    if args.condition == "label":
-        classes = model.blocks[0].field.context
-        if batch.label.max() >= classes:
-            raise training.UsageError(f"--load {args.load}: has {classes} classes, the sets more")
-        return F.one_hot(batch.label, classes).to(batch.x.dtype)
-    return batch.context if args.condition else None
-
-
 def build(args, split):
     try:
-        return exnode.build(vars(args), split.dim, context=condition_size(args, split))
+        return models.build(vars(args), split.dim, context=condition_size(args, split))
     except ValueError as e:  # a width that is too small for its heads
         raise training.UsageError(f"--hidden: {e}") from None
 
 
-def read_run(args):
-    """The model with the best weights of --load RUN."""
-    kind = exnode.SetFlow, "of a set flow"
-    return training.load_model("--load", args.load, exnode.load, *kind)
-
-
-def dopri5(args, least=0.0):
-    """The solver of all evaluations, at --tolerance, but at a tolerance of no less than `least`."""
-    tolerance = max(args.tolerance, least)
-    return {"method": "dopri5", "rtol": tolerance, "atol": tolerance}
-
-
-def sampler(args):
-    """The solver of samples: dopri5, or for a flow trained by matching SAMPLE_STEPS steps of rk4.
-
-    Steps even in t come as close to the solution as dopri5 at 1e-3 does: benchmarks/sampling.py.
-    """
-    if args.objective != "matching":
-        return dopri5(args)
-    steps = -(-SAMPLE_STEPS // args.blocks)  # in each block
-    return {"method": "rk4", "options": {"step_size": 0.5 / steps}}
-
-
-def density(args):
-    """The trace of evaluations: --trace, or the exact one where that is cheap."""
-    usual = "hutchinson" if args.field == "transformer" else "exact"
-    return {"trace": args.trace if args.trace in exnode.TRACES else usual, "probes": args.probes}
-
-
-def check_memory(args, world, dim, points, sets=1, whole=0, *, training_too=False, pairs=False):
-    """Estimated peak bytes for `sets` sets of `points` points; pairs: attention's exact trace.
-
-    whole: numbers of the output, beside them. Backpropagation keeps 20 evaluations by dopri5.
-    """
-    kept = (12 + 4 * args.probes) * max(args.hidden)  # numbers per point
-    if training_too:
-        kept = (26 + 4 * args.probes) * sum(args.hidden) + 3 * args.spare
-    if training_too and args.objective == "likelihood" and args.gradient == "backprop":
-        evaluations = 20 if args.method == "dopri5" else len(METHODS[args.method].b) * args.steps
-        kept = max(kept, 2.5 * sum(args.hidden) * args.blocks * evaluations)
-    cells = 4 * (args.cells + 4) ** dim if args.cells else 0  # a CellView's table
-    need = 4 * (whole + sets * (points * kept + cells) + 8 * pairs * points**2)
-    training.check_memory(need, world, f"{sets} sets of {points} points at once")
-
-
 # -------------------------------------------------------------------------------- evaluation
-@torch.no_grad()
-def log_probs(args, model, split, world, how, stats=None, wrong=False):
-    """log p per point of each set of a split; wrong: conditioned on what belongs to another set."""
-    generator = torch.Generator(world.device).manual_seed(world.rank)
-    batches = data.batches(split, args.batch_size, training=False, workers=1, **world.share)
-    total, parts = data.steps(split, args.batch_size, training=False), []
-    for batch in training.watch("likelihood", batches, total):
-        given = condition(args, model, batch)
-        given = given.roll(1, -1 if args.condition == "label" else 0) if wrong else given
-        tools = {"generator": generator, "stats": stats, **how}
-        log_p = model.log_prob(batch.x, batch.mask, given, **tools).double()
-        parts.append((log_p / count(batch.x, batch.mask)).tolist())
-    values = np.empty(len(split))
-    for rank, mine in enumerate(world.gather(parts)):
-        for k, part in enumerate(mine):  # as data.batches shares a batch
-            values[k * args.batch_size : (k + 1) * args.batch_size][rank :: world.size] = part
-    return values + split.log_unit
-
-
 def mean_and_error(values):
     error = values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return {"ppll": values.mean().item(), "standard_error": float(error), "sets": len(values)}
 
 
-def measure_likelihood(args, model, split, world, how):
+def measure_likelihood(args, model, split, world, solver):
     """PPLL over all sets of a split, its standard error, its quantiles, and what solving took."""
     stats = Stats()
-    values = log_probs(args, model, split, world, how, stats)
+    values = log_probs(args, model, split, world, solver, stats)
     found = mean_and_error(values)
     found["bits_per_dim"] = -found["ppll"] / (split.dim * math.log(2))
     found["evaluations"] = stats.nfe / data.steps(split, args.batch_size, training=False)
     found["quantiles"] = np.quantile(values, np.linspace(0, 1, 101)).round(4).tolist()
     if args.condition:
-        found["wrong_" + args.condition] = mean_and_error(
-            log_probs(args, model, split, world, how, wrong=True)
-        )
+        wrong = log_probs(args, model, split, world, solver, wrong=True)
+        found["wrong_" + args.condition] = mean_and_error(wrong)
     if (twins := split.twins).any():
         found["without_twins"] = mean_and_error(values[~twins])
     return found
 
 
 @torch.no_grad()
-def tolerance_error(args, model, split, world, how):
+def tolerance_error(args, model, split, world):
     """The largest change of a few sets' log p per point at a hundredth of the tolerance."""
-    few = split.some(CHECKED_SETS)
-    batch = next(data.batches(few, len(few), training=False, device=world.device))
-    x, mask, given = batch.x, batch.mask, condition(args, model, batch)
-    tight = how["solver"] | {k: how["solver"][k] / 100 for k in ("rtol", "atol")}
-    found = []
-    for solver in (how["solver"], tight):
+    x, mask, _, _, _ = batch = split.batch(CHECKED_SETS, world.device)
+    given, found = condition(args, model, batch), []
+    for tolerance in (args.tolerance, args.tolerance / 100):
         same = torch.Generator(world.device).manual_seed(0)  # the same noise for both
+        how = {"solver": dopri5(tolerance), "generator": same, **test_trace(args)}
         try:
-            log_p = model.log_prob(x, mask, given, generator=same, **how | {"solver": solver})
+            found.append(model.log_prob(x, mask, given, **how) / count(x, mask))
         except SolverError:
             return None  # unknown: at so small a tolerance there is no solution in this precision
-        found.append(log_p / count(x, mask))
     return (found[0] - found[1]).abs().max().item()
 
 
@@ -362,33 +285,13 @@ def solver_error(args, model, split, world):
     """
     if args.method == "dopri5" and args.tolerance <= 1e-5:
         return 0.0
-    few, found = split.some(CHECKED_SETS), []
-    for solver in (model.blocks[0].solver, {"method": "dopri5", "rtol": 1e-5, "atol": 1e-5}):
-        found.append(log_probs(args, model, few, world, {"solver": solver, **density(args)}))
+    few, solvers = split.some(CHECKED_SETS), (model.blocks[0].solver, dopri5(1e-5))
+    found = [log_probs(args, model, few, world, solver) for solver in solvers]
     error = np.abs(found[0] - found[1]).mean().item()
     if error > 1e-3:
         way = "a smaller --tolerance" if args.method == "dopri5" else "--method dopri5"
         training.say(f"training's solver is off by {error:.2g} nats per point: {way} is honest")
     return error
-
-
-def draw_sets(args, model, sets, points, mask=None, context=None):
-    """`(sets, points, d)` samples by --seed, the same on any device."""
-    how = {"solver": sampler(args), "progress": partial(training.watch, "sampling")}
-    noise = torch.Generator().manual_seed(args.seed)
-    x = model.sample(sets, points, noise, context, mask, **how)
-    far = model.to_units(x, mask).abs().max().item()
-    if not far < EXPLODED:  # fixed steps, unlike dopri5, do not notice
-        raise FloatingPointError(f"samples lie up to {far:.3g} deviations from the data's mean")
-    return x
-
-
-def draw_like(args, model, split):
-    """All sets of a split, their mask, and as many samples of the same sizes and conditions."""
-    batch = next(data.batches(split, len(split), training=False, device=model.mean.device))
-    given = condition(args, model, batch)
-    made = draw_sets(args, model, len(split), batch.x.shape[1], batch.mask, given)
-    return batch.x, batch.mask, made
 
 
 def measure_samples(args, model, split, sets=SCORE_SETS):
@@ -403,10 +306,11 @@ def measure_samples(args, model, split, sets=SCORE_SETS):
 
 def test_metrics(args, model, test, world):
     """All that is measured on test sets."""
-    test, how = test.some(args.test_sets), {"solver": dopri5(args), **density(args)}
-    results = measure_likelihood(args, model, test, world, how)
-    results |= {"trace": how["trace"], "log_unit": test.log_unit, "tolerance": args.tolerance}
-    results["tolerance_error"] = tolerance_error(args, model, test, world, how)
+    test = test.some(args.test_sets)
+    results = measure_likelihood(args, model, test, world, dopri5(args.tolerance))
+    results |= {"trace": test_trace(args)["trace"], "log_unit": test.log_unit}
+    results["tolerance"] = args.tolerance
+    results["tolerance_error"] = tolerance_error(args, model, test, world)
     if (noise := test.noise()) is not None:
         results["noise"] = noise
     return results | {"samples": measure_samples(args, model, test)}
@@ -428,23 +332,19 @@ def train_here(args, world):
         training.write_sets(args.out, splits.train)
     valid = splits.valid.some(-(-VALID_POINTS // points))
 
-    def batches(epoch, start):
-        draw = {"seed": args.seed, "epoch": epoch, "start": start, "workers": 1}
-        return data.batches(splits.train, args.batch_size, **draw, **world.share)
-
     def loss(model, batch):
         x, mask, given = batch.x, batch.mask, condition(args, model, batch)
         if args.objective == "likelihood":
-            density = sampled_log_prob if args.trace == "sampled" else type(model).log_prob
-            return -(density(model, x, mask, given) / count(x, mask)).mean()
+            log_prob = sampled_log_prob if args.trace == "sampled" else exnode.SetFlow.log_prob
+            return -(log_prob(model, x, mask, given) / count(x, mask)).mean()
         how = {"coupling": args.coupling, "finest": args.finest}
         if args.spare:
             return matching_loss(model, x[:, :points], None, given, spare=x[:, points:], **how)
         return matching_loss(model, x, mask, given, **how)
 
     def evaluate(model):
-        how = {"solver": dopri5(args, least=1e-3), **density(args)}
-        found = {"valid_ppll": log_probs(args, model, valid, world, how).mean().item()}
+        values = log_probs(args, model, valid, world, dopri5(max(args.tolerance, 1e-3)))
+        found = {"valid_ppll": values.mean().item()}
         if args.objective == "likelihood":
             found["solver_error"] = solver_error(args, model, valid, world)
         return found
@@ -453,6 +353,7 @@ def train_here(args, world):
     begin = partial(start, args, train=splits.train)
     steps = data.steps(splits.train, args.batch_size)
     run = training.begin(args, world, make, begin, steps, INTERVALS)
+    batches = data.epochs(splits.train, args.batch_size, args.seed, **world.share)
     advice = "" if args.cuda or args.objective == "matching" else ADVICE
     run.fit(loss, batches, evaluate, best="valid_ppll", advice=advice)
     return finish(args, run, splits.test)
@@ -465,10 +366,8 @@ def start(args, model, train):
         new = [name for name in ("fine", "cells") if not before.get(name)]  # start without effect
         training.load_best(model, args.finetune, [f"blocks.0.field.{name}." for name in new])
     elif args.objective == "matching" or args.data not in data.NAMES:
-        some = train.some(UNIT_SETS)
-        x, mask, _ = some.draw(np.arange(len(some)))
         try:
-            model.standardise(*(None if a is None else torch.from_numpy(a) for a in (x, mask)))
+            model.standardise(*train.batch(UNIT_SETS)[:2])
         except ValueError as e:
             raise training.UsageError(f"--data {args.data}: {e}") from None
     if args.cells:  # where the cells lie in the units of the data
@@ -502,205 +401,6 @@ def show(args, test):
     scores = test["samples"]
     text = ", ".join(f"{name} {scores[name]:.4g}" for name in ("1-NNA", "MMD", "COV"))
     training.say(f"{scores['sets']} samples: {text}")
-
-
-# ---------------------------------------------------------------------------------- pictures
-def draw_curves(out):
-    series = {"validation": training.curve(out, "valid_ppll")}
-    curve = pictures.curves(series, "step", "PPLL, nats per point")
-    pictures.write_png(out / "curves.png", curve)
-
-
-def as_seen(x, mask=None):
-    """The sets of x as pictures show them: their own points, in two or three axes."""
-    x = F.pad(x, (0, 1)) if x.shape[-1] == 1 else x[..., :3]
-    x = x.cpu().numpy()
-    return list(x) if mask is None else [one[there] for one, there in zip(x, mask.cpu().numpy())]
-
-
-def draw_samples(path, samples, real=None):
-    """Rows of samples, nine or, of many points, fewer and larger, beneath as many real sets."""
-    across, cell = (9, 112) if max(map(len, samples)) <= 1024 else (4, 252)
-    rows = [samples[i : i + across] for i in range(0, len(samples), across)]
-    labels, colours = ["samples"] + [""] * (len(rows) - 1), ["blue"] * len(rows)
-    if real is not None:
-        rows, labels, colours = [real, *rows], ["real", *labels], ["grey", *colours]
-    grid = pictures.point_grid(rows, row_labels=labels, colours=colours, cell=cell)
-    pictures.write_png(path, grid)
-
-
-def draw_beside(path, args, model, test):
-    """Nine real sets, and eighteen samples, as large as those and nine others, beneath."""
-    real, mask, samples = draw_like(args, model, test.some(18))
-    draw_samples(path, as_seen(samples, mask), as_seen(real, mask)[:9])
-
-
-def draw_run(args, model, test):
-    """The pictures of a run: curves.png, samples.png, path.png and path-moving.png."""
-    out = Path(args.out)
-    draw_curves(out)
-    draw_beside(out / "samples.png", args, model, test)
-    batch = next(data.batches(test.some(5), 5, training=False, device=model.mean.device))
-    draw_path(out / "path", args, model, batch.x, batch.mask, condition(args, model, batch))
-
-
-@torch.no_grad()
-def paths(model, z, frames, mask=None, context=None, solver=None):
-    """Where points are on the way from noise to data: `(frames, ...)`, in the units of data."""
-    at, blocks = [z], len(model.blocks)
-    s = torch.linspace(1, 0, frames).tolist()
-    for start, end in zip(s, s[1:]):  # in time of the whole chain, block i owning [i, i + 1] / K
-        for i in reversed(range(blocks)):
-            high, low = min(start * blocks - i, 1.0), max(end * blocks - i, 0.0)
-            if high > low:
-                block = model.blocks[i]
-                times = (high * block.t1, low * block.t1)
-                z = block.integrate(z, times, mask, context, solver)
-        at.append(z)
-    return torch.stack([model.from_units(z) for z in at])
-
-
-def draw_path(name, args, model, like, mask=None, context=None):
-    """How the first five samples, as large as sets `like`, come from noise: two pictures."""
-    generator = torch.Generator().manual_seed(args.seed)  # the noise of draw_sets
-    z = exnode.normal(like.shape, model.mean, generator)
-    z, mask, context = (a if a is None else a[:5] for a in (z, mask, context))
-    at = paths(model, z, 25, mask, context, sampler(args))  # (frames, sets, n, d)
-    sets = [as_seen(frame, mask) for frame in at]
-    rows = [[frame[i] for frame in sets[::3]] for i in range(len(z))]
-    names = [f"{k / 8:.2f}" for k in range(9)]
-    grid = pictures.point_grid(rows, names, title="from noise to data, over time")
-    pictures.write_png(f"{name}.png", grid)
-    limits = (float(at[0].min()), float(at[0].max()))
-    frames = [pictures.point_grid([frame], limits=limits, cell=160) for frame in sets]
-    hold = [frames[0]] * 4 + frames + [frames[-1]] * 12
-    pictures.write_apng(f"{name}-moving.png", hold, 0.08)
-
-
-# -------------------------------------------------------------------------- from a finished run
-def sizes_of(args):
-    """Sizes of the training sets of --load RUN by class, {} where it has no sets.json."""
-    found = training.read_sets(args.load)
-    if found is None and args.condition == "label":
-        raise training.UsageError(f"--load {args.load}: no sets.json, which names its labels")
-    return found["sizes"] if found else {}
-
-
-def choose_sets(args, model):
-    """Sizes `(K,)` and conditions `(K, c)` or None of --sample K sets.
-
-    Sizes are --points, or drawn from those of the training sets, of the same label if there is one.
-    """
-    every, rng = sizes_of(args), np.random.default_rng(args.seed)
-    names, counts = list(every), [sum(n for _, n in pairs) for pairs in every.values()]
-    if args.label is not None and not every.get(args.label):
-        there = ", ".join(name for name in names if every[name]) or "none"
-        raise training.UsageError(f"--label {args.label}: there are {there}")
-    label = rng.choice(len(names), args.sample, p=np.divide(counts, sum(counts))) if names else None
-    if args.label is not None:
-        label = np.full(args.sample, names.index(args.label))
-    usual = data.POINTS["mnist" if model.dim == 2 else "modelnet"]["flow"]
-    sizes = np.full(args.sample, args.points or usual)
-    if names and not args.points:
-        pairs = [np.array(every[names[k]]) for k in label]
-        sizes = np.array([rng.choice(p[:, 0], p=p[:, 1] / p[:, 1].sum()) for p in pairs])
-    if args.condition == "label":
-        return sizes, F.one_hot(torch.from_numpy(label), len(names)).to(model.mean)
-    if args.context:
-        check_context(model, len(args.context), "--context")
-    given = args.context and torch.tensor([args.context] * args.sample).to(model.mean)
-    return sizes, given
-
-
-def check_context(model, size, where):
-    """An error if a flow is not conditioned on `size` numbers for each set."""
-    if size != (wanted := model.blocks[0].field.context):
-        fault = f"{size} numbers for a set, where the flow is conditioned on {wanted}"
-        raise training.UsageError(f"{where}: {fault}")
-
-
-def sample(args):
-    """--sample K: sets as .npy (NaN where there is no point), .npz, .ply and PNG in --out."""
-    world, model = training.connect(args), read_run(args)
-    model.to(world.device)
-    least = 4 * args.sample * (args.points or 1) * model.dim
-    check_memory(args, world, model.dim, args.points or 1, 1, least)  # before sizes are drawn
-    sizes, context = choose_sets(args, model)
-    points = int(sizes.max())
-    whole = 4 * args.sample * points * model.dim
-    check_memory(
-        args, world, model.dim, points, min(args.sample, -(-exnode.PIECE // points)), whole
-    )
-    mask = torch.arange(points) < torch.from_numpy(sizes)[:, None]
-    there = None if mask.all() else mask.to(world.device)
-    name = Path(args.out) / f"samples-{args.sample}x{args.points or points}-seed{args.seed}"
-    training.make_folder(args.out)
-    begun = time.monotonic()
-    sets = draw_sets(args, model, args.sample, points, there, context).cpu()
-    seconds = (time.monotonic() - begun) / args.sample
-    write_samples(name, sets, mask)
-    draw_samples(f"{name}.png", as_seen(sets[:27], mask[:27]))
-    training.say(f"{name}.npy, .npz and .png: {seconds:.3g} s per set")
-    if args.path:
-        draw_path(f"{name}-path", args, model, sets, there, context)
-        training.say(f"{name}-path.png and -path-moving.png: from noise to data")
-    return {"samples": sets, "mask": mask, "seconds_per_sample": seconds}
-
-
-def write_samples(name, sets, mask):
-    """NAME.npy, NAME.npz with x and mask, and, in 3-D, a folder NAME with a PLY file for each."""
-    x = sets.masked_fill(~mask[..., None], math.nan).numpy()
-    write_whole(f"{name}.npy", lambda f: np.save(f, x))
-    arrays = {"x": sets.numpy(), "mask": mask.numpy()}
-    write_whole(f"{name}.npz", lambda f: np.savez(f, **arrays))
-    if x.shape[-1] == 3:
-        training.make_folder(name)
-        for i, points in enumerate(as_seen(sets, mask), 1):
-            own_sets.write_ply(name / f"{i:0{len(str(len(x)))}}.ply", points)
-
-
-def score(args):
-    """--score PATH: a CSV with log p of every set there, the smallest first."""
-    world, model = training.connect(args), read_run(args)
-    split = data.load_all(args.score, args.data, points=args.points, **options.own_data(args))
-    if split.dim != model.dim:
-        raise training.UsageError(f"--score {args.score}: {split.dim}-D, the model {model.dim}-D")
-    sizes, sets = split.sizes, args.batch_size // world.size
-    check_memory(args, world, split.dim, int(sizes.max()), sets, pairs=True)
-    label = split.label_names
-    split = with_conditions(args, model, split)
-    how = {"solver": dopri5(args), **density(args)}
-    values = log_probs(args, model.to(world.device), split, world, how)
-    known = training.test_quantiles(args.load)
-    share = [""] * len(values) if known is None else np.interp(values, known, np.arange(101))
-    rows = zip(split.names, label, sizes.tolist(), values * sizes, values, share)
-    rows = sorted(rows, key=lambda row: row[4])
-    head = ("name", "label", "points", "log_p", "nats_per_point", "percentile")
-    path = training.write_table(args.out, f"scores-{Path(args.score).stem}.csv", head, rows)
-    training.say(f"{path}: {len(values)} sets, {values.mean():.4f} nats per point on average")
-    if known is None:
-        training.say("percentiles are left out: --load RUN has no results.json of a test")
-    else:
-        area = f"area under the curve {1 - share.mean() / 100:.3f}"
-        training.say(f"on average at percentile {share.mean():.1f} of the test sets: {area}")
-    return {"names": split.names, "nats_per_point": values, "points": sizes}
-
-
-def with_conditions(args, model, split):
-    """A split that has what the flow is conditioned on, its labels numbered as in the run."""
-    if args.condition == "context":
-        if split.context is None:
-            raise training.UsageError(f"--score {args.score}: no context, which the flow needs")
-        check_context(model, split.context.shape[1], f"--score {args.score}")
-    if args.condition != "label":
-        return split
-    names = list(sizes_of(args))
-    if split.classes == UNLABELLED:
-        raise training.UsageError(f"--score {args.score}: no labels, which the flow needs")
-    if strange := sorted(set(split.classes) - set(names)):
-        raise training.UsageError(f"--score {args.score}: no class {strange[0]!r} in {args.load}")
-    number = np.array([names.index(name) for name in split.classes])
-    return replace(split, labels=number[split.labels], classes=tuple(names))
 
 
 def evaluate_only(args):

@@ -65,7 +65,7 @@ import data
 import exnode
 from beyond.matching import COUPLINGS, Moments, temporal_matching_loss
 from solvers import SolverError
-from support import options, pictures, training
+from support import models, options, pictures, training
 from support.files import write_whole
 from support.metrics import chamfer
 from support.series import (
@@ -300,7 +300,7 @@ def spread(count, most=11):
 
 def build(args, dim):
     try:
-        model = exnode.build(vars(args), dim)
+        model = models.build(vars(args), dim)
     except ValueError as e:  # widths that the heads of attention do not divide
         raise training.UsageError(f"--hidden: {e}") from None
     if args.moments and not args.load:
@@ -528,7 +528,7 @@ def start(args, model, train):
         except ValueError as e:
             raise training.UsageError(f"--data {args.data}: {e}") from None
         if is_own(args) and not args.finetune:
-            exnode.start_in_units(model.points[0], x)
+            models.start_in_units(model.points[0], x)
 
 
 def train(args):

@@ -119,7 +119,7 @@ def with_plain_fields(model):
             part.field = AttentionField(fast.dim, hidden, fast.heads, fast.time, fast.context)
         elif isinstance(fast, FastDeepSetsField):
             hidden = [layer.out_features for layer in fast.network.layers]
-            part.field = DeepSetsField(fast.dim, hidden, fast.pool, fast.time, fast.context)
+            part.field = DeepSetsField(fast.dim, hidden, fast.time, fast.context)
         if fast is not None:
             part.field.load_state_dict(fast.state_dict())
     return model

@@ -25,6 +25,7 @@ import exnode
 import train_flow
 from beyond.matching import noise_level
 from solvers import Stats
+from support import flows
 from support.metrics import chamfer, sample_scores
 
 PROJECT = Path(__file__).parent.parent
@@ -111,7 +112,7 @@ def write_times(flow="airplane"):
     """Ratio of the processor's seconds: by the solver of samples, and by that of densities."""
     run = PROJECT / "pretrained" / flow
     args, model = train_flow.parse(["--load", str(run), "--sample", "1"]), exnode.load(run)
-    solvers = {"densities": train_flow.dopri5(args), "samples": train_flow.sampler(args)}
+    solvers = {"densities": flows.dopri5(args.tolerance), "samples": flows.sampler(args)}
     rows = []
     for points in SIZES:
         z = torch.randn(1, points, model.dim, generator=torch.Generator().manual_seed(0))

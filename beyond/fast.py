@@ -12,14 +12,7 @@ import math
 import torch
 from torch.nn import functional as F
 
-from sets import (
-    AttentionField,
-    DeepSetsField,
-    PointNetwork,
-    attend_with_tangents,
-    keep,
-    pool_max,
-)
+from sets import AttentionField, DeepSetsField, attend_with_tangents, keep, pool_max
 
 
 def differentiable_gradient(f, xs, gys):
@@ -27,52 +20,6 @@ def differentiable_gradient(f, xs, gys):
     wanted = [x for x in xs if x.requires_grad]
     grads = iter(torch.autograd.grad(f(*xs), wanted, gys, create_graph=True))
     return [next(grads) if x.requires_grad else None for x in xs]
-
-
-# -------------------------------------------------------------------------------- point networks
-
-
-class TanhTangents(torch.autograd.Function):
-    """y = tanh h and δy = s ⊙ δh,  s = 1 − y².
-
-    Backwards gδh = s ⊙ gδy and gh = s ⊙ gy − 2y ⊙ Σ δy ⊙ gδy, summed over the tangents.
-    """
-
-    @staticmethod
-    def forward(ctx, h, dh):
-        y = torch.tanh(h)
-        dy = dh * slope_at(y)
-        ctx.save_for_backward(y, dy)
-        return y, dy
-
-    @staticmethod
-    def backward(ctx, gy, gdy):  # of steps that autograd can differentiate again
-        y, dy = ctx.saved_tensors
-        slope, dots = slope_at(y), dy[0] * gdy[0]
-        for dya, gdya in zip(dy[1:], gdy[1:]):
-            dots = torch.addcmul(dots, dya, gdya)
-        return torch.addcmul(slope * gy, y, dots, value=-2), slope * gdy
-
-
-def slope_at(y):
-    """1 − y² in one pass."""
-    return torch.addcmul(torch.ones((), dtype=y.dtype, device=y.device), y, y, value=-1)
-
-
-class FastPointNetwork(PointNetwork):
-    """PointNetwork with TanhTangents, and a first weight stored by columns.
-
-    The gradients of a layer with two or three inputs are several times as fast that way.
-    """
-
-    tanh_with_tangents = staticmethod(TanhTangents.apply)
-
-    def first(self, x, extra=None):
-        h = F.linear(x, self.layers[0].weight.T.contiguous().T, self.layers[0].bias)
-        return h if extra is None else h + self.extra(extra)
-
-    def first_tangents(self, dx):
-        return F.linear(dx, self.layers[0].weight.T.contiguous().T)
 
 
 # --------------------------------------------------------------------------------------- attention
@@ -91,7 +38,6 @@ def fast_attend_with_tangents(q, k, v, dq, dk, dv, mask=None, own=False):
 class FastAttentionField(AttentionField):
     """AttentionField with fast tangents and trace; its value is torch's fused attention anyway."""
 
-    network = FastPointNetwork
     attend_with_tangents = staticmethod(fast_attend_with_tangents)
 
 
@@ -227,7 +173,7 @@ class FastDeepSetsField(DeepSetsField):
 
     def forward(self, t, x, mask=None, context=None):
         *before, last = self.network.layers
-        if self.pool != "max" or not before:
+        if not before:
             return super().forward(t, x, mask, context)
         x, extra = self.inputs(t, x, mask, context)
         h = self.network.first(x, extra)

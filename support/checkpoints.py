@@ -20,7 +20,7 @@ from support.options import UsageError, configuration, read_config, read_json, r
 from support.processes import Interrupted, commit
 from support.progress import say
 
-FORMAT, VERSION = "exnode checkpoint", "1"
+FORMAT = "exnode checkpoint 1"
 
 
 def make_folder(out):
@@ -111,21 +111,25 @@ def read_checkpoint(path):
     """The dict in last.pt or best.pt; nothing in the file is executed."""
     if not Path(path).is_file():  # a pipe would wait for ever
         raise UsageError(f"{path}: no such checkpoint")
-    try:
+    with one_line(path):
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as e:  # whatever unpickling a stranger's bytes may raise
+        if state["format"] != FORMAT:
+            raise ValueError(f"in the format {state['format']!r}, not {FORMAT!r}")
+        return state
+
+
+@contextlib.contextmanager
+def one_line(path):
+    """Whatever the bytes of a stranger's checkpoint may raise, as one line."""
+    try:
+        yield
+    except Exception as e:
         reason = f"{type(e).__name__}: {e}".splitlines()[0][:120]
-        raise UsageError(f"{path}: damaged, or no checkpoint of ours ({reason})") from None
-    kind, _, version = str(state.get("format") if isinstance(state, dict) else "").rpartition(" ")
-    if kind != FORMAT:
-        raise UsageError(f"{path}: not a checkpoint of this program")
-    if version != VERSION:
-        raise UsageError(f"{path}: of version {version}; this program reads version {VERSION}")
-    return state
+        raise UsageError(f"{path}: damaged, or not of this program ({reason})") from None
 
 
 def write_checkpoint(path, state):
-    state = {"format": f"{FORMAT} {VERSION}", **state}
+    state = {"format": FORMAT, **state}
     write_whole(path, lambda f: torch.save(state, f))
 
 

@@ -297,6 +297,13 @@ def _table(values, rows, name):
     return [_match(v, len(row), f"{name}[{i}]") for i, (v, row) in enumerate(values)]
 
 
+def as_seen(points):
+    """The points of a set (n, d) that are not NaN, in two or three axes; None if there are none."""
+    points = points[~np.isnan(points).any(-1), :3]
+    points = np.pad(points, ((0, 0), (0, 1))) if points.shape[-1] == 1 else points
+    return points if len(points) else None
+
+
 def look(points, view):
     """(right, up) of points (..., 2); (right, up, towards the viewer) of points (..., 3)."""
     if points.shape[-1] == 2:

@@ -127,6 +127,11 @@ class Split:
         chosen = np.argsort(Random(self.index, SOME).key)[:count]
         return replace(self, index=self.index[np.sort(chosen)])
 
+    def batch(self, count=None, device="cpu"):
+        """At most so many of its sets, chosen by a fixed permutation, as one Batch."""
+        few = self.some(count)
+        return next(batches(few, len(few), training=False, device=device))
+
     def draw(self, where, *, points=None, seed=0, epoch=0):
         """x, mask and label of the sets at positions `where`, as numpy arrays."""
         low, high = span(self.points if points is None else points)
@@ -268,6 +273,16 @@ def batches(
 
     todo = [step for step in range(start, count) if len(share(step))]
     return _ahead(prepare, todo, workers) if workers else map(prepare, todo)
+
+
+def epochs(split, batch_size, seed, **share):
+    """batches(epoch, start) of a training run, prepared by one thread ahead."""
+
+    def of_one(epoch, start):
+        draw = {"seed": seed, "epoch": epoch, "start": start, "workers": 1}
+        return batches(split, batch_size, **draw, **share)
+
+    return of_one
 
 
 def _by_size(order, sizes, batch_size, words):

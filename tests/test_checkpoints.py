@@ -67,7 +67,7 @@ def test_a_checkpoint_that_is_not_one_is_refused_in_one_line(tmp_path, monkeypat
     with pytest.raises(UsageError, match=r"last\.pt: ") as info:
         toy(tmp_path / "run", resume=True)
     assert "\n" not in str(info.value)
-    assert ("of version 2; this program reads" in str(info.value)) == (damage == "version")
+    assert ("'exnode checkpoint 2'" in str(info.value)) == (damage == "version")
     assert not Path("trapped").exists()
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import exnode
 import train_flow
 import train_temporal
-from support import training
+from support import models, training
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -92,7 +91,7 @@ def test_a_pretrained_model_gives_labels_or_sets_from_a_fresh_clone(run, tmp_pat
     config, where = training.read_config(run), ["--load", str(run), "--out", str(tmp_path)]
     if "model" in config:
         dim, classes = (2, 10) if config["data"] == "mnist" else (3, 40)
-        model = exnode.CLASSIFIERS[config["model"]](dim, classes)
+        model = models.CLASSIFIERS[config["model"]](dim, classes)
         training.load_best(model, run)
         made = model.eval()(torch.rand(2, config["points"], dim))
         assert made.shape == (2, classes)

@@ -14,7 +14,7 @@ from scripts import TWO_PROCESSES, call, check_help, lines, start, stop_early
 
 import exnode
 import train_cls
-from support import training
+from support import models, training
 
 SMALL = ["--model", "deepsets", "--points", "6", "--batch-size", "450", "--epochs", "2"]
 
@@ -61,11 +61,11 @@ def test_training_sets_are_augmented_if_asked_or_many_and_as_many_held_out_as_as
         assert len(splits.valid) == round(0.01 * (len(splits.train) + len(splits.valid)))
 
 
-@pytest.mark.parametrize("model", exnode.CLASSIFIERS)
+@pytest.mark.parametrize("model", models.CLASSIFIERS)
 def test_models_have_the_sizes_of_table_1(model):
     sizes = {"exnode-deepsets": 581_416, "exnode-attention": 516_392}
     sizes |= {"deepsets": 208_680, "settransformer": 1_148_456}
-    assert sum(p.numel() for p in exnode.CLASSIFIERS[model](3, 40).parameters()) == sizes[model]
+    assert sum(p.numel() for p in models.CLASSIFIERS[model](3, 40).parameters()) == sizes[model]
 
 
 def test_a_run_stopped_by_sigterm_within_an_epoch_resumes_to_the_same_numbers(whole, tmp_path):

@@ -16,7 +16,7 @@ import exnode
 import train_flow
 from beyond.matching import matching_loss
 from solvers import Stats
-from support import training
+from support import flow_pictures, flows, training
 
 TINY = ["--points", "5", "--blocks", "2", "--hidden", "16,16", "--heads", "2"]
 TINY += ["--time", "--batch-size", "270", "--epochs", "2", "--lr", "2e-2", "--test-sets", "20"]
@@ -71,7 +71,7 @@ def test_the_reported_likelihood_is_the_model_s_own(runs):
     """Of both objectives, by the one path: log_prob of the best weights, set by set."""
     for out, results in runs.values():
         args = train_flow.parse(["--load", str(out), "--evaluate"])
-        model, solver = exnode.load(out), train_flow.dopri5(args)
+        model, solver = exnode.load(out), flows.dopri5(args.tolerance)
         test = data.load(points=5, seed=0).test.some(20)
         x = torch.from_numpy(test.draw(np.arange(20))[0])
         with torch.no_grad():
@@ -125,8 +125,8 @@ def test_beside_the_likelihood_stands_by_how_much_a_set_is_off(runs, tolerance):
             p.mul_(3)  # so that it bends
     solver = {"method": "dopri5", "rtol": tolerance, "atol": tolerance}
     world = training.World(torch.device("cpu"))
-    args, how = train_flow.parse([]), {"solver": solver, "trace": "exact"}
-    found = train_flow.tolerance_error(args, model, test, world, how)
+    args = train_flow.parse(["--tolerance", str(tolerance)])
+    found = train_flow.tolerance_error(args, model, test, world)
     x = torch.from_numpy(test.some(train_flow.CHECKED_SETS).draw(np.arange(8))[0])
     with torch.no_grad():
         here = model.log_prob(x, trace="exact", solver=solver)
@@ -184,22 +184,22 @@ def test_samples_are_by_dopri5_or_for_matching_by_rk4_with_the_steps_shared_by_t
     for name, (out, _) in runs.items():
         args, model = train_flow.parse(["--load", str(out), "--sample", "2"]), exnode.load(out)
         z = torch.randn(2, 9, 2, generator=torch.Generator().manual_seed(0))
-        made, stats = train_flow.draw_sets(args, model, 2, 9), Stats()
-        solver = train_flow.sampler(args)
+        made, stats = flows.draw_sets(args, model, 2, 9), Stats()
+        solver = flows.sampler(args)
         torch.testing.assert_close(made, model.decode(z, solver=solver, stats=stats))
         tight = {"method": "dopri5", "rtol": 1e-6, "atol": 1e-6}
         torch.testing.assert_close(made, model.decode(z, solver=tight), atol=1e-2, rtol=0)
         if name == "matching":
             assert stats.nfe == 4 * 2 * 2  # of rk4: two steps in each of two blocks
         else:
-            assert solver == train_flow.dopri5(args)
+            assert solver == flows.dopri5(args.tolerance)
 
 
 def test_samples_of_matching_in_one_block_take_four_steps_of_rk4(runs):
     args = train_flow.parse(["--load", str(runs["matching"][0]), "--sample", "2"])
     for blocks, step_size in ((1, 0.125), (2, 0.25), (3, 0.25), (4, 0.5), (12, 0.5)):
         args.blocks = blocks
-        assert train_flow.sampler(args)["options"] == {"step_size": step_size}
+        assert flows.sampler(args)["options"] == {"step_size": step_size}
 
 
 def test_two_processes_measure_what_one_does(runs):
@@ -266,9 +266,9 @@ def test_spare_points_of_shapes_leave_less_to_explain(tmp_path):
 def test_sampling_in_pieces_gives_the_same_sets(runs, monkeypatch):
     out, _ = runs["matching"]
     args, model = train_flow.parse(["--load", str(out), "--evaluate"]), exnode.load(out)
-    whole = train_flow.draw_sets(args, model, 5, 9)
+    whole = flows.draw_sets(args, model, 5, 9)
     monkeypatch.setattr(exnode, "PIECE", 20)
-    torch.testing.assert_close(train_flow.draw_sets(args, model, 5, 9), whole, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(flows.draw_sets(args, model, 5, 9), whole, atol=1e-3, rtol=1e-3)
 
 
 def test_a_flow_that_explodes_is_one_line_and_exit_code_1(runs, tmp_path, capsys):
@@ -286,7 +286,7 @@ def test_paths_lead_from_the_noise_to_the_samples(runs):
     out, _ = runs["matching"]
     model = exnode.load(out)
     z = torch.randn(2, 9, 2)
-    path = train_flow.paths(model, z, 5)
+    path = flow_pictures.paths(model, z, 5)
     torch.testing.assert_close(path[0], model.from_units(z))
     torch.testing.assert_close(path[-1], model.decode(z), atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(

@@ -11,7 +11,7 @@ from test_sets import F64, SEEDS, close, draw_mask
 from torch import nn
 
 from beyond.transformer import CellView, FineView, TransformerField, near
-from sets import attention_weights, split_heads
+from sets import split_heads
 
 
 @given(st.integers(1, 3), st.integers(1, 4), SEEDS)
@@ -20,7 +20,8 @@ def test_a_transformer_s_layers_start_by_looking_near(dim, heads, seed):
     x = torch.randn(2, 6, dim, dtype=torch.float64, generator=rng)
     place = torch.cat([x, x.square().sum(-1, keepdim=True)], -1)
     q, k, v = near(dim, 4 * heads, heads).double()(place).chunk(3, -1)
-    weights = attention_weights(split_heads(q, heads), split_heads(k, heads))
+    q, k = split_heads(q, heads), split_heads(k, heads)
+    weights = torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1)
     a = torch.logspace(math.log10(0.3), 1, heads, dtype=torch.float64)[:, None, None]
     wanted = torch.softmax(-((a * torch.cdist(x, x)[:, None]) ** 2) / 2, -1)
     assert torch.allclose(weights, wanted, atol=1e-5)
@@ -81,7 +82,7 @@ def test_a_view_of_cells_bears_crowds_and_knows_cells_on_either_side_of_0(dim, s
     ("make", "says"),
     [
         (lambda: TransformerField(2, 9, 2, 4), "heads must divide the width 9.*4"),
-        (lambda: TransformerField(2, 0), "width must .*0"),
+        (lambda: TransformerField(2, 0), "heads must divide the width 0"),
         (lambda: TransformerField(2, 8, 0), "layers must .*0"),
         (lambda: TransformerField(2, 8, 2, 4), "width 8 in 4 heads: want more than 2"),
     ],

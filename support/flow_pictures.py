@@ -1,0 +1,81 @@
+"""The pictures of a set flow: its learning curve, samples beside real sets, noise becoming data."""
+
+from pathlib import Path
+
+import torch
+
+import exnode
+from support import flows, pictures, training
+
+
+def draw_run(args, model, test):
+    """The pictures of a run: curves.png, samples.png, path.png and path-moving.png."""
+    out = Path(args.out)
+    series = {"validation": training.curve(out, "valid_ppll")}
+    curve = pictures.curves(series, "step", "PPLL, nats per point")
+    pictures.write_png(out / "curves.png", curve)
+    draw_beside(out / "samples.png", args, model, test)
+    batch = test.batch(5, model.mean.device)
+    given = flows.condition(args, model, batch)
+    draw_path(out / "path", args, model, batch.x, batch.mask, given)
+
+
+def draw_beside(path, args, model, test):
+    """Nine real sets, and eighteen samples, as large as those and nine others, beneath."""
+    real, mask, samples = flows.draw_like(args, model, test.some(18))
+    draw_samples(path, as_seen(samples, mask), as_seen(real, mask)[:9])
+
+
+def draw_samples(path, samples, real=None):
+    """Rows of samples, nine or, of many points, fewer and larger, beneath as many real sets."""
+    across, cell = (9, 112) if max(map(len, samples)) <= 1024 else (4, 252)
+    rows = [samples[i : i + across] for i in range(0, len(samples), across)]
+    labels, colours = ["samples"] + [""] * (len(rows) - 1), ["blue"] * len(rows)
+    if real is not None:
+        rows, labels, colours = [real, *rows], ["real", *labels], ["grey", *colours]
+    grid = pictures.point_grid(rows, row_labels=labels, colours=colours, cell=cell)
+    pictures.write_png(path, grid)
+
+
+def draw_path(name, args, model, like, mask=None, context=None):
+    """How the first five samples, as large as sets `like`, come from noise: two pictures."""
+    generator = torch.Generator().manual_seed(args.seed)  # the noise of flows.draw_sets
+    z = exnode.normal(like.shape, model.mean, generator)
+    z, mask, context = (a if a is None else a[:5] for a in (z, mask, context))
+    at = paths(model, z, 25, mask, context, flows.sampler(args))  # (frames, sets, n, d)
+    sets = [as_seen(frame, mask) for frame in at]
+    rows = [[frame[i] for frame in sets[::3]] for i in range(len(z))]
+    names = [f"{k / 8:.2f}" for k in range(9)]
+    grid = pictures.point_grid(rows, names, title="from noise to data, over time")
+    pictures.write_png(f"{name}.png", grid)
+    limits = (float(at[0].min()), float(at[0].max()))
+    frames = [pictures.point_grid([frame], limits=limits, cell=160) for frame in sets]
+    hold = [frames[0]] * 4 + frames + [frames[-1]] * 12
+    pictures.write_apng(f"{name}-moving.png", hold, 0.08)
+
+
+@torch.no_grad()
+def paths(model, z, frames, mask=None, context=None, solver=None):
+    """Where points are on the way from noise to data: `(frames, ...)`, in the units of data."""
+    at, blocks = [z], len(model.blocks)
+    s = torch.linspace(1, 0, frames).tolist()
+    for start, end in zip(s, s[1:]):  # in time of the whole chain, block i owning [i, i + 1] / K
+        for i in reversed(range(blocks)):
+            high, low = min(start * blocks - i, 1.0), max(end * blocks - i, 0.0)
+            if high > low:
+                block = model.blocks[i]
+                times = (high * block.t1, low * block.t1)
+                z = block.integrate(z, times, mask, context, solver)
+        at.append(z)
+    return torch.stack([model.from_units(z) for z in at])
+
+
+def as_seen(x, mask=None):
+    """Tensors of sets as pictures show them."""
+    return [pictures.as_seen(points) for points in as_arrays(x, mask)]
+
+
+def as_arrays(x, mask=None):
+    """The points that each set of x has, as arrays."""
+    x = x.cpu().numpy()
+    return list(x) if mask is None else [one[there] for one, there in zip(x, mask.cpu().numpy())]
