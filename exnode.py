@@ -23,7 +23,6 @@ CPU; a GPU would have to wait for the check); in a series, it is a set that was 
 Departures from the paper:
   - Eq. 9 has the limits of its integral exchanged; we follow Eq. 5: log p(x) = log p(z(t₁)) + ∫ Tr.
   - `trace="exact"` replaces Hutchinson's estimate by the trace itself, at a similar cost.
-  - The noise of Hutchinson's estimator is drawn per call and kept nowhere.
   - `gradient="checkpoint"` differentiates the discrete solve exactly, keeping a state per step.
   - `SetFlow.standardise` gives a flow the units of its data; without it, units stay as they are.
   - The ELBO has one KL term for the whole series; the authors' code counts it once per time.
@@ -35,7 +34,6 @@ Departures from the paper:
 
 import math
 from functools import partial
-from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -44,8 +42,9 @@ from torch import Tensor, nn
 import sets
 from beyond.fast import FastAttentionField, FastDeepSetsField
 from beyond.transformer import TransformerField
-from sets import PointNorm, check_set, check_widths, count, keep, pool_max
+from sets import PointNorm, check_widths, count, keep, pool_max
 from solvers import odeint, odeint_adjoint, odeint_checkpoint
+from support.arguments import as_sets, as_tensor, as_times, check_counts, check_order, one_of
 
 GRADIENTS = ("backprop", "adjoint", "checkpoint")
 TRACES = ("hutchinson", "exact")
@@ -54,53 +53,23 @@ DECODERS = ("concatsquash", "attention", "transformer")
 PIECE = 2**16  # points that are sampled at once
 
 
-def one_of(name, value, choices):
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
-    return value
+def ode_solve(f, y0, times, model, params, solver=None, mask=None, stats=None):
+    """y at each of times, the first being that of y0, by `solver` or the model's own.
 
-
-def check_counts(**counts):
-    for name, value in counts.items():
-        if not isinstance(value, Integral) or value < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
-
-
-def as_tensor(name, value, like, dtype=None):
-    """value as a tensor, or None; arrays and lists go to the device of `like`."""
-    if value is None:
-        return None
-    device = value.device if isinstance(value, Tensor) else like.device
-    try:
-        return torch.as_tensor(value, dtype=dtype, device=device)
-    except (TypeError, ValueError, RuntimeError) as e:
-        raise ValueError(f"{name} must be a tensor or an array of numbers: {e}") from None
-
-
-def as_sets(model, dim, x, mask=None, context=None, axes=1):
-    """x, mask and context as tensors in the model's precision; a ValueError if x holds no sets."""
-    like = next(model.parameters())
-    x, context = (as_tensor(k, v, like, like.dtype) for k, v in (("x", x), ("context", context)))
-    mask = as_tensor("mask", mask, like)
-    check_set(x, dim, mask, axes)
-    return x, mask, context
-
-
-def ode_solve(f, y0, times, gradient, params, solver, mask=None, stats=None):
-    """y at each of times, the first being that of y0; `gradient` names how it is differentiated.
-
-    With a mask, y0 is a set or begins with one, and no padded point counts in the solver's error.
+    The model says how it is differentiated, params what for beside y0. With a mask, y0 is a set or
+    begins with one, and no padded point counts in the solver's error.
     """
-    t, params = torch.as_tensor(times).double(), [p for p in params if p.requires_grad]
-    how, adaptive = {**solver, "stats": stats}, solver.get("method") in (None, "dopri5")
-    backwards = how.get("options") or {}
+    how = {**(solver or model.solver), "stats": stats}
+    t = torch.as_tensor(times, dtype=torch.float64)
+    params = [p for p in params if p.requires_grad]
+    adaptive, options = how.get("method") in (None, "dopri5"), how.get("options") or {}
     if adaptive and mask is not None:
-        how["options"] = {"norm": partial(rms_of_points, mask)} | backwards
-    if gradient == "backprop" or not torch.is_grad_enabled():
+        how["options"] = {"norm": partial(rms_of_points, mask)} | options
+    if model.gradient == "backprop" or not torch.is_grad_enabled():
         return odeint(f, y0, t, **how)
-    if gradient == "checkpoint":
+    if model.gradient == "checkpoint":
         return odeint_checkpoint(f, y0, t, params=params, **how)
-    backwards = backwards | ({"norm": "seminorm"} if adaptive else {})
+    backwards = options | ({"norm": "seminorm"} if adaptive else {})
     return odeint_adjoint(f, y0, t, adjoint_params=params, adjoint_options=backwards, **how)
 
 
@@ -139,7 +108,8 @@ class ExNODE(nn.Module):
         def f(t, z):
             return self.field(t, z, mask, context)
 
-        z = self.solve(f, keep(x, mask), times, mask, context, solver, stats)[-1]
+        how = self, self.inputs(context), solver, mask, stats
+        z = ode_solve(f, keep(x, mask), times, *how)[-1]
         return keep(z, mask, x)  # a padded point stays where it is
 
     def forward_and_log_det(
@@ -156,14 +126,14 @@ class ExNODE(nn.Module):
             dz, je = self.field.value_and_jvp(t, state[0], noise, mask, context)
             return dz, (keep(noise, mask) * je).sum((-2, -1)).mean(0)
 
-        start, times = (keep(x, mask), x.new_zeros(x.shape[:-2])), (0.0, self.t1)
-        z, log_det = self.solve(f, start, times, mask, context, solver, stats)
+        start = keep(x, mask), x.new_zeros(x.shape[:-2])
+        how = self, self.inputs(context), solver, mask, stats
+        z, log_det = ode_solve(f, start, (0.0, self.t1), *how)
         return keep(z[-1], mask, x), log_det[-1]
 
-    def solve(self, f, start, times, mask, context, solver, stats):
-        """The states at all of times; gradients are for the field, the context and start."""
-        inputs = [*self.field.parameters(), *([] if context is None else [context])]
-        return ode_solve(f, start, times, self.gradient, inputs, solver or self.solver, mask, stats)
+    def inputs(self, context):
+        """What gradients are for, beside x."""
+        return [*self.field.parameters(), *([] if context is None else [context])]
 
 
 def make_field(name, dim, hidden, heads=4, time=False, context=0):
@@ -420,7 +390,7 @@ class TemporalSetVAE(nn.Module):
         if z0.dim() != 2 or z0.shape[-1] != self.latent:
             raise ValueError(f"z0 must be (B, {self.latent}), not {tuple(z0.shape)}")
         t, t0 = as_times(t, len(z0)), torch.tensor([self.t0], dtype=torch.float64)
-        how = self.gradient, self.dynamics.parameters(), solver or self.solver, None, stats
+        how = self, self.dynamics.parameters(), solver, None, stats
         before, after = (side.unique() for side in (t[t < t0], t[t > t0]))  # of all series
         back = ode_solve(self.dynamics, z0, torch.cat([t0, before.flip(0)]), *how)
         path = ode_solve(self.dynamics, z0, torch.cat([t0, after]), *how)
@@ -494,25 +464,6 @@ class LatentField(nn.Module):
 
     def forward(self, t, z):
         return self.network(z)
-
-
-def as_times(t, batch):
-    """Times `(T,)` or `(batch, T)` as a float64 tensor `(batch, T)` on the CPU."""
-    t = as_tensor("t", t, torch.empty(0), torch.float64).cpu()
-    if not t.numel() or t.shape[:-1] not in ((), (batch,)) or not t.dim():
-        raise ValueError(f"t must be times (T,) or ({batch}, T), not {tuple(t.shape)}")
-    if not t.isfinite().all():
-        raise ValueError(f"t must be finite, not {t.tolist()}")
-    return t.expand(batch, -1).clone()
-
-
-def check_order(t, seen=None):
-    """A ValueError unless times `(B, T)` increase; of a set not `seen`, one may be repeated."""
-    rises = t.diff() > 0
-    if seen is not None:
-        rises |= (t.diff() == 0) & ~seen[:, 1:].cpu()
-    if not rises.all():
-        raise ValueError(f"t must be strictly increasing, not {t.tolist()}")
 
 
 def load(run) -> nn.Module:

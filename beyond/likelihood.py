@@ -40,7 +40,7 @@ def sampled_log_prob(
         def f(t, z, field=block.field):
             return field(t, z, mask, context)
 
-        how = block.gradient, block.inputs(context), block.solver, mask, stats
+        how = block, block.inputs(context), None, mask, stats
         path = ode_solve(f, keep(z, mask), times, *how)  # (GRID + 2, ..., n, d)
         k = 1 + torch.randint(GRID, batch, generator=generator)
         here = path.take_along_dim(k.to(x.device)[None, ..., None, None], 0)[0]

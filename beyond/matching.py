@@ -24,8 +24,9 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from exnode import normal, one_of
+from exnode import normal
 from sets import count, keep, pool_mean
+from support.arguments import one_of
 
 COUPLINGS = ("swaps", "none")
 

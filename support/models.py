@@ -8,7 +8,8 @@ from torch import nn
 
 import sets
 from beyond.transformer import TransformerField
-from exnode import SetClassifier, SetFlow, TemporalSetVAE, one_of, one_width
+from exnode import SetClassifier, SetFlow, TemporalSetVAE, one_width
+from support.arguments import one_of
 from support.checkpoints import one_line, read_checkpoint
 
 CLASSIFIERS = {  # the rows of Table 1
