@@ -22,10 +22,10 @@ def machine():
     )
 
 
-def medians(calls, repeats):
+def medians(calls, repeats, warm_up=True):
     """The median seconds of each call; every round runs all of them, in alternating order."""
     times = {name: [] for name in calls}
-    for call in calls.values():
+    for call in calls.values() if warm_up else ():
         call()
     for i in range(repeats):
         for name in list(calls)[:: 1 if i % 2 else -1]:

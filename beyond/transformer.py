@@ -109,23 +109,23 @@ class FineView(nn.Module):
     is seen.
     """
 
-    WIDTHS, LEAST = (2.0, 6.0), 0.006  # w = width · (noise + least)
+    BANDWIDTHS, LEAST = (2.0, 6.0), 0.006  # w = width · (noise + least)
 
     def __init__(self, dim, width, end):
         super().__init__()
         self.end = end
         axes = torch.cat([torch.eye(dim), torch.ones(1, dim)])  # of each head
-        self.register_buffer("axes", axes.repeat(len(self.WIDTHS), 1), persistent=False)
-        widths = torch.tensor(self.WIDTHS).repeat_interleave(dim + 1)[:, None]
-        self.register_buffer("widths", widths, persistent=False)
+        self.register_buffer("axes", axes.repeat(len(self.BANDWIDTHS), 1), persistent=False)
+        bandwidths = torch.tensor(self.BANDWIDTHS).repeat_interleave(dim + 1)[:, None]
+        self.register_buffer("bandwidths", bandwidths, persistent=False)
         self.heads = len(self.axes)
         self.out = nn.Linear(2 * dim * self.heads, width)
         nn.init.zeros_(self.out.weight), nn.init.zeros_(self.out.bias)  # a field learns to look
 
     def scales(self, t):
         """1/w of every head along every axis, `(..., 1, heads, d)`; t is `(..., 1, 1)`."""
-        axes, widths = self.axes.to(t.dtype), self.widths.to(t.dtype)
-        return axes / (widths * (t.clamp(min=0) / self.end + self.LEAST)[..., None])
+        axes, w = self.axes.to(t.dtype), self.bandwidths.to(t.dtype)
+        return axes / (w * (t.clamp(min=0) / self.end + self.LEAST)[..., None])
 
     def queries_and_keys(self, u):
         """q·k / √(2d) = uᵢ·uⱼ − ½ |uⱼ|²."""

@@ -53,7 +53,7 @@ def sample(args):
     flow_pictures.draw_samples(f"{name}.png", flow_pictures.as_seen(sets[:27], mask[:27]))
     training.say(f"{name}.npy, .npz and .png: {seconds:.3g} s per set")
     if args.path:
-        flow_pictures.draw_path(f"{name}-path", args, model, sets, there, context)
+        flow_pictures.draw_path(f"{name}-path", args, model, args.sample, points, there, context)
         training.say(f"{name}-path.png and -path-moving.png: from noise to data")
     return {"samples": sets, "mask": mask, "seconds_per_sample": seconds}
 

@@ -17,7 +17,7 @@ def draw_run(args, model, test):
     draw_beside(out / "samples.png", args, model, test)
     batch = test.batch(5, model.mean.device)
     given = flows.condition(args, model, batch)
-    draw_path(out / "path", args, model, batch.x, batch.mask, given)
+    draw_path(out / "path", args, model, *batch.x.shape[:2], batch.mask, given)
 
 
 def draw_beside(path, args, model, test):
@@ -37,19 +37,19 @@ def draw_samples(path, samples, real=None):
     pictures.write_png(path, grid)
 
 
-def draw_path(name, args, model, like, mask=None, context=None):
-    """How the first five samples, as large as sets `like`, come from noise: two pictures."""
-    generator = torch.Generator().manual_seed(args.seed)  # the noise of flows.draw_sets
-    z = exnode.normal(like.shape, model.mean, generator)
+def draw_path(name, args, model, sets, points, mask=None, context=None):
+    """How the first five of `flows.draw_sets` come from their noise: two pictures."""
+    generator = torch.Generator().manual_seed(args.seed)
+    z = exnode.normal((sets, points, model.dim), model.mean, generator)
     z, mask, context = (a if a is None else a[:5] for a in (z, mask, context))
     at = paths(model, z, 25, mask, context, flows.sampler(args))  # (frames, sets, n, d)
-    sets = [as_seen(frame, mask) for frame in at]
-    rows = [[frame[i] for frame in sets[::3]] for i in range(len(z))]
+    seen = [as_seen(frame, mask) for frame in at]
+    rows = [[frame[i] for frame in seen[::3]] for i in range(len(z))]
     names = [f"{k / 8:.2f}" for k in range(9)]
     grid = pictures.point_grid(rows, names, title="from noise to data, over time")
     pictures.write_png(f"{name}.png", grid)
     limits = (float(at[0].min()), float(at[0].max()))
-    frames = [pictures.point_grid([frame], limits=limits, cell=160) for frame in sets]
+    frames = [pictures.point_grid([frame], limits=limits, cell=160) for frame in seen]
     hold = [frames[0]] * 4 + frames + [frames[-1]] * 12
     pictures.write_apng(f"{name}-moving.png", hold, 0.08)
 
