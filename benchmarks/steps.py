@@ -354,8 +354,11 @@ def contenders(setting):
         method, steps, checkpoint = enough_steps(setting, rival, trace)
         backprop = setting.judged(setting.contender(method, "backprop", trace, steps))
         chosen += [checkpoint, backprop]
-    sampled = setting.contender("rk4", "backprop", "hutchinson", steps=1)
-    return [*chosen, setting.judged(sampled._replace(trace="sampled"))]
+    return [*chosen, setting.judged(sampled(setting))]
+
+
+def sampled(setting):
+    return setting.contender("rk4", "backprop", "hutchinson", steps=1)._replace(trace="sampled")
 
 
 def enough_steps(setting, rival, trace):
@@ -417,15 +420,14 @@ def weights_text(args, weights):
     found = "no contender of ours is as close to float64 as the rival"
     if best:
         found = f"{ratios[best.label]:.3f} ({best.label})"
-    sampled = setting.contender("rk4", "backprop", "hutchinson", steps=1)._replace(trace="sampled")
-    mean = setting.judged(sampled, DRAWS)
+    mean = setting.judged(sampled(setting), DRAWS)
     columns = ["solver", "gradient", "trace", "time", "ratio", "forward", "backward"]
     return [
         f"\n{WEIGHTS[weights].format(steps=args.train_steps)}. Target: {found}:"
         f" {verdict(best is not None and ratios[best.label] <= 0.25)}. Both without error, the"
         f" gradient with one Gaussian probe and that with the exact trace are {probe:.1e} apart."
-        f" `sampled` takes {ratios[sampled.label]:.3f} of the rival's time; the mean of {DRAWS} of"
-        f" its draws is {mean.far:.1e} nats per point and, in the gradient, {mean.error:.1e} off.\n",
+        f" `sampled` takes {ratios[mean.label]:.3f} of the rival's time; the mean of {DRAWS} draws"
+        f" is {mean.far:.1e} nats per point and, in the gradient, {mean.error:.1e} off.\n",
         table([*columns, "log p", "gradient error", "kept"], rows),
     ]
 
