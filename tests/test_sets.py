@@ -156,7 +156,7 @@ def affine(layer, x):
     return x @ layer.weight.T + layer.bias
 
 
-def network(net, x, extra):
+def network(net, x, extra=None):
     first, *rest = net.layers
     h = affine(first, x) + (0 if extra is None else extra @ net.extra.weight.T)
     for layer in rest:
@@ -165,10 +165,10 @@ def network(net, x, extra):
 
 
 def attention(q, k, v, heads):
-    """softmax(q kᵀ / √h) v of one set, head by head."""
+    """softmax(q kᵀ / √h) v, head by head."""
     return torch.cat(
         [
-            torch.softmax(a @ b.T / math.sqrt(a.shape[-1]), -1) @ c
+            torch.softmax(a @ b.mT / math.sqrt(a.shape[-1]), -1) @ c
             for a, b, c in zip(*(x.chunk(heads, -1) for x in (q, k, v)))
         ],
         -1,

@@ -263,14 +263,6 @@ def test_spare_points_of_shapes_leave_less_to_explain(tmp_path):
     assert splits.train.draw(np.arange(2))[0].shape == (2, 20, 3)  # an evaluation spares none
 
 
-def test_sampling_in_pieces_gives_the_same_sets(runs, monkeypatch):
-    out, _ = runs["matching"]
-    args, model = train_flow.parse(["--load", str(out), "--evaluate"]), exnode.load(out)
-    whole = flows.draw_sets(args, model, 5, 9)
-    monkeypatch.setattr(exnode, "PIECE", 20)
-    torch.testing.assert_close(flows.draw_sets(args, model, 5, 9), whole, atol=1e-3, rtol=1e-3)
-
-
 def test_a_flow_that_explodes_is_one_line_and_exit_code_1(runs, tmp_path, capsys):
     out, _ = runs["matching"]
     (tmp_path / "config.json").write_bytes((out / "config.json").read_bytes())

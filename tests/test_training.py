@@ -37,6 +37,17 @@ from support.training import Interrupted, TrainingError, UsageError
 ROOT = Path(__file__).parent.parent
 
 
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def check_alike(folder):
+    """The runs in whole/ and parts/ have the same metrics and checkpoints."""
+    assert lines(folder / "whole") == lines(folder / "parts")
+    for name in ("last.pt", "best.pt"):
+        assert equal(*(contents(folder / run / name) for run in ("whole", "parts")))
+
+
 # ---------------------------------------------------------------------------------------- resuming
 @pytest.mark.parametrize("step", [0, 2, 4, 5, 7, 14])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -47,9 +58,7 @@ def test_an_interrupted_run_ends_bit_for_bit_like_one_that_was_not(tmp_path, ste
         fit(run, signal_at(run, step, number))
     torch.rand(7)  # whatever happens in between
     fit(toy(tmp_path / "parts", resume=True))
-    for name in ("last.pt", "best.pt"):
-        assert equal(contents(tmp_path / "whole" / name), contents(tmp_path / "parts" / name))
-    assert lines(tmp_path / "whole") == lines(tmp_path / "parts")
+    check_alike(tmp_path)
 
 
 def test_a_killed_run_repeats_what_it_had_done_since_its_last_checkpoint(tmp_path):
@@ -66,8 +75,7 @@ def test_a_killed_run_repeats_what_it_had_done_since_its_last_checkpoint(tmp_pat
     with open(tmp_path / "parts" / "metrics.jsonl", "a") as f:
         f.write('{"step": 10, "half a li')
     fit(toy(tmp_path / "parts", resume=True))
-    assert lines(tmp_path / "whole") == lines(tmp_path / "parts")
-    assert equal(contents(tmp_path / "whole/last.pt"), contents(tmp_path / "parts/last.pt"))
+    check_alike(tmp_path)
 
 
 def killed_between_log_and_save(out, evaluation):
@@ -98,32 +106,29 @@ def test_a_run_killed_twice_between_metrics_and_checkpoint_ends_bit_for_bit(
     for evaluation in (first, second):
         assert killed_between_log_and_save(tmp_path / "parts", evaluation) == signal.SIGKILL
     fit(toy(tmp_path / "parts", resume=True))
-    assert lines(tmp_path / "whole") == lines(tmp_path / "parts")
-    for name in ("last.pt", "best.pt"):
-        assert equal(contents(tmp_path / "whole" / name), contents(tmp_path / "parts" / name))
+    check_alike(tmp_path)
     size = (tmp_path / "parts" / "metrics.jsonl").stat().st_size
     assert training.read_checkpoint(tmp_path / "parts" / "last.pt")["logged"] == size
 
 
-def test_a_late_start_does_not_adopt_the_run_of_another(tmp_path):
+def test_a_directory_is_one_process_s_from_the_first_look_until_results_are_written(tmp_path):
     """B looks and is slow to load its data: A cannot train in between, nor B after A."""
-    slow = training.directory(toy_args(tmp_path, seed=1), ONE, "score")
-    with slow, pytest.raises(UsageError, match="another process trains there"):
-        toy(tmp_path, seed=0)
-    fit(toy(tmp_path, seed=0, resume=False))  # nothing was trained by B
-    before = (tmp_path / "last.pt").read_bytes()
+    with training.directory(toy_args(tmp_path, seed=1), ONE, "score"):
+        before = files_of(tmp_path)
+        for how in ({"seed": 0}, {"seed": 1, "resume": True}):
+            with pytest.raises(UsageError, match="another process trains there"):
+                toy(tmp_path, **how)
+        assert files_of(tmp_path) == before
+    fit(toy(tmp_path, seed=0))  # nothing was trained by B
+    before = files_of(tmp_path)
     with pytest.raises(UsageError, match="holds a run"):
         toy(tmp_path, seed=1)
-    assert (tmp_path / "last.pt").read_bytes() == before
-
-
-def test_the_directory_is_held_until_results_are_written(tmp_path):
-    args = toy_args(tmp_path)
-    with training.directory(args, ONE, "score"):
+    assert files_of(tmp_path) == before
+    with training.directory(toy_args(tmp_path, seed=0, resume=True), ONE, "score"):
         training.write_json(tmp_path / "results.json", {"test": {"score": 1.0}})
         with pytest.raises(UsageError, match="another process"):
-            toy(tmp_path, resume=True)
-    with training.directory(toy_args(tmp_path, resume=True), ONE, "score") as results:
+            toy(tmp_path, seed=0, resume=True)
+    with training.directory(toy_args(tmp_path, seed=0, resume=True), ONE, "score") as results:
         assert results == {"test": {"score": 1.0}}
 
 
@@ -167,15 +172,6 @@ def test_the_average_follows_the_weights_at_once_and_then_ever_more_slowly(tmp_p
     assert (last - wanted).abs().max() > 1e-4
 
 
-def test_two_processes_cannot_train_in_one_directory(tmp_path):
-    with training.directory(toy_args(tmp_path), ONE, "score"):
-        before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-        with pytest.raises(UsageError, match="another process trains there"):
-            toy(tmp_path, resume=True)
-        assert before == {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    fit(toy(tmp_path, resume=True))
-
-
 def test_a_run_from_before_an_option_goes_on_where_that_is_off(tmp_path):
     fit(toy(tmp_path))
     toy(tmp_path, resume=True, new=0.0)
@@ -197,12 +193,12 @@ def test_weights_of_other_shapes_are_told_by_name_before_anything_else_is_restor
 
 def test_a_second_run_or_one_with_other_options_leaves_the_directory_as_it_was(tmp_path):
     fit(toy(tmp_path))
-    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    before = files_of(tmp_path)
     with pytest.raises(UsageError, match="holds a run: add --resume"):
         toy(tmp_path)
     with pytest.raises(UsageError, match="other options: epochs 3 → 4, seed 3 → 5"):
         toy(tmp_path, resume=True, epochs=4, seed=5)
-    assert before == {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    assert files_of(tmp_path) == before
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("")
     with pytest.raises(UsageError, match="not empty, and no run"):
