@@ -427,6 +427,8 @@ class TemporalSetVAE(nn.Module):
         """
         check_counts(points=points)
         t, seen = as_times(t, len(z0)), None if mask is None else mask.any(-1)
+        if mask is not None and mask.shape != (wanted := (*t.shape, points)):
+            raise ValueError(f"mask must have the shape {wanted}, not {tuple(mask.shape)}")
         check_order(t, seen)
         z = self.latents(z0, t, solver)
         y = normal((len(z), 1 if continuous else z.shape[1], points, self.dim), z, generator)

@@ -845,6 +845,7 @@ BAD = [
     (vae_call("decode", torch.ones(2, 3), T, -1), "points? .*-1"),
     (vae_call("decode", torch.ones(2, 4), T, 3), r"z0 must .*\(2, 4\)"),
     (vae_call("reconstruct", S, T, points=0), "points? .*0"),
+    (vae_call("decode", torch.ones(2, 3), T, 5, mask=S[..., 0] > 0), r"mask must .*\(2, 3, 5\)"),
 ]
 ids = [f"{i}-{says}" for i, (_, says) in enumerate(BAD)]
 
