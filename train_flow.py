@@ -317,14 +317,8 @@ def test_metrics(args, model, test, world):
 
 
 # ---------------------------------------------------------------------------------- training
-def train(args):
+def train(args, world):
     """One run: train, select, test, draw; the contents of its results.json."""
-    world = training.connect(args)
-    with training.directory(args, world, "ppll") as results:
-        return results or train_here(args, world)
-
-
-def train_here(args, world):
     splits = load_sets(args)
     sets, points = args.batch_size // world.size, data.span(splits.train.points)[1]
     check_memory(args, world, splits.train.dim, points, sets, training_too=True)
@@ -427,7 +421,7 @@ def main(argv=None):
         return score(args)
     if args.evaluate:
         return evaluate_only(args)
-    return training.several(args, train, "ppll") if args.runs > 1 else train(args)
+    return training.in_directory(args, train, "ppll")
 
 
 if __name__ == "__main__":

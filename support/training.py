@@ -139,6 +139,19 @@ def check_size(make, world):
     check_memory(16 * size, world, f"a model with {size:,} parameters")
 
 
+def in_directory(args, train, number):
+    """train(args, world) in --out, which this process has to itself; --runs K: for K seeds.
+
+    What is returned are results: those of a run that is complete already, new ones, or of several.
+    number: that of the test which says that results are those of such a run.
+    """
+    if args.runs > 1:
+        return several(args, lambda one: in_directory(one, train, number), number)
+    world = connect(args)
+    with directory(args, world, number) as results:
+        return results or train(args, world)
+
+
 def several(args, train, number):
     """--runs K: mean and standard deviation of a number of the test over seeds."""
     world = connect(args)

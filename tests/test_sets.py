@@ -208,7 +208,7 @@ def test_attention_field_is_its_formula(seed, n, time, context):
     torch.manual_seed(seed)
     x, mask = torch.randn(n, 2, dtype=F64), draw_mask((n,))
     t, z, extra = conditions(time, context)
-    for heads, hidden in ((2, (6,)), (3, (8, 7, 6))):
+    for heads, hidden in ((1, (1,)), (2, (6,)), (3, (8, 7, 6))):
         field = with_large_weights(AttentionField(2, hidden, heads, time, context))
         q, k, v = (network(net, x[mask], extra) for net in (field.q, field.k, field.v))
         expected = affine(field.out, torch.tanh(q + attention(q, k, v, heads)))
