@@ -124,7 +124,7 @@ class ExNODE(nn.Module):
             if noise is None:
                 return self.field.value_and_trace(t, state[0], mask, context)
             dz, je = self.field.value_and_jvp(t, state[0], noise, mask, context)
-            return dz, (keep(noise, mask) * je).sum((-2, -1)).mean(0)
+            return dz, (noise * je).sum((-2, -1)).mean(0)  # of a padded point, je is 0
 
         start = keep(x, mask), x.new_zeros(x.shape[:-2])
         how = self, self.inputs(context), solver, mask, stats

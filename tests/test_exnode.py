@@ -40,7 +40,7 @@ from exnode import (
     TemporalSetVAE,
     draw_noise,
 )
-from sets import DeepSets, Field, PointNorm, SetTransformer
+from sets import DeepSets, Field, PointNorm, SetTransformer, keep
 from solvers import Stats
 
 RK4 = {"method": "rk4", "options": {"step_size": 0.1}}
@@ -406,16 +406,20 @@ def test_samples_have_the_density_of_the_model_for_any_number_of_points():
 
 
 @pytest.mark.parametrize("context", [None, torch.randn(5, 2, dtype=F64)])
-def test_sampling_in_pieces_gives_the_same_sets_and_shows_progress(context, monkeypatch):
+@pytest.mark.parametrize("masked", [False, True])
+def test_sampling_in_pieces_gives_the_same_sets_and_shows_progress(context, masked, monkeypatch):
     flow, seen = make_flow(context=0 if context is None else 2), []
-    whole = flow.sample(5, 9, seeded(), context)
+    mask = draw_mask((5, 9)) if masked else None
+    whole = flow.sample(5, 9, seeded(), context, mask)
+    z = keep(exnode.normal((5, 9, 2), flow.mean, seeded()), mask)
+    close(whole, flow.decode(z, mask, context))
 
     def progress(pieces):
         seen.append([len(z) for z, *_ in pieces])
         return pieces
 
     monkeypatch.setattr(exnode, "PIECE", 20)
-    close(flow.sample(5, 9, seeded(), context, progress=progress), whole)
+    close(flow.sample(5, 9, seeded(), context, mask, progress=progress), whole)
     assert seen == [[2, 2, 1]]
 
 
@@ -681,6 +685,7 @@ def test_temporal_model_has_the_layers_of_the_papers_table():
     assert (len(vae.decoder.blocks), block.t1, block.gradient) == (1, 1.0, "adjoint")
     assert block.solver == {"method": "dopri5", "rtol": 1e-3, "atol": 1e-4, "options": None}
     assert (len(flow.blocks), flow.blocks[0].t1, flow.trace) == (12, 0.5, "hutchinson")
+    assert (flow.probes, flow.noise, vae.t0) == (1, "rademacher", 0)
     settings = {"method": "dopri5", "rtol": 1e-5, "atol": 1e-5, "options": None}
     assert flow.blocks[0].solver == settings
 

@@ -294,6 +294,7 @@ def test_default_widths_are_those_of_the_papers_table():
     ):
         layers = [part for part in field.modules() if isinstance(part, nn.Linear)]
         assert [layer.out_features for layer in layers] == widths
+        assert field(0.5, torch.ones(3, field.dim)).shape == (3, field.dim)  # without a context
     assert AttentionField(2).heads == 4
 
 
@@ -673,6 +674,8 @@ def test_bad_input_is_a_value_error_that_names_it(name, wrong, says):
                 (X, M.float(), "mask must be bool"),
                 (X * math.nan, None, "x must be finite"),
                 (X, M & False, "mask must leave"),
+                (torch.stack([X, X]), torch.stack([M, M]) & torch.tensor([[True], [False]]),
+                 "mask must leave every set"),
             ]
         ],
     ],
