@@ -132,6 +132,27 @@ def test_a_directory_is_one_process_s_from_the_first_look_until_results_are_writ
         assert results == {"test": {"score": 1.0}}
 
 
+@pytest.mark.parametrize("runs", [1, 3])
+def test_one_run_or_several_are_trained_once_each_in_their_own_directory(tmp_path, runs):
+    trained = []
+
+    def train(args, world):
+        trained.append((args.seed, Path(args.out).name))
+        results = {"test": {"score": 2.0 * args.seed}}
+        training.write_json(Path(args.out) / "results.json", results)
+        return results
+
+    args = toy_args(tmp_path / "run", seed=4, runs=runs, batch_size=1)
+    found = training.in_directory(args, train, "score")
+    args.resume = True
+    assert training.in_directory(args, train, "score") == found  # it is complete
+    if runs == 1:
+        assert (found, trained) == ({"test": {"score": 8.0}}, [(4, "run")])
+    else:
+        assert trained == [(4, "seed4"), (5, "seed5"), (6, "seed6")]
+        assert (found["mean"], found["std"], found["score"]) == (10.0, 2.0, [8.0, 10.0, 12.0])
+
+
 def test_results_name_every_version_of_the_code_that_a_run_had(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "commit", lambda: "first")
     run = toy(tmp_path)
