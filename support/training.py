@@ -37,6 +37,7 @@ import signal
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -262,8 +263,9 @@ class Run:
                                keeps the weights with the largest number called `best`
         advice                 what to do if the run would take long
         """
-        objective = Objective(self.model, loss)
+        objective = partial(loss, self.model)
         if self.world.size > 1:  # a loss may leave parameters out, such as those of the last update
+            objective = Objective(self.model, loss)
             objective = DistributedDataParallel(objective, find_unused_parameters=True)
         with self.signals():
             while self.step < self.total or self.evaluated < self.step:
