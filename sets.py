@@ -146,17 +146,22 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
     return F.scaled_dot_product_attention(q, k, v, mask)
 
 
+def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+    """A = softmax(q kᵀ / √h), with weight 0 on padded points."""
+    s = q @ k.mT / math.sqrt(q.shape[-1])
+    if mask is not None:
+        s = s.masked_fill(~mask[..., None, None, :], torch.finfo(s.dtype).min)
+    return torch.softmax(s, -1)
+
+
 def attend_with_tangents(q, k, v, dq, dk, dv, mask=None, own=False) -> tuple[Tensor, Tensor]:
-    """r = A v and δr = δA v + A δv,  A = softmax(s), δA = A ⊙ (δs − Σⱼ A δs),  s = q kᵀ/√h.
+    """r = A v and δr = δA v + A δv,  δA = A ⊙ (δs − Σⱼ A δs),  δs = (δq kᵀ + q δkᵀ)/√h.
 
     If own, point i does not follow the keys and values of the others: diag(q·δk) in place of q δkᵀ
     and diag(A) δv in place of A δv.
     """
+    a = attention_weights(q, k, mask)
     q, dq = q / math.sqrt(q.shape[-1]), dq / math.sqrt(q.shape[-1])
-    s = q @ k.mT
-    if mask is not None:
-        s = s.masked_fill(~mask[..., None, None, :], torch.finfo(s.dtype).min)
-    a = torch.softmax(s, -1)
     if own:
         ds = dq @ k.mT + torch.diag_embed((q * dk).sum(-1))
         a_dv = a.diagonal(dim1=-2, dim2=-1)[..., None] * dv

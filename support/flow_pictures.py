@@ -38,7 +38,7 @@ def draw_samples(path, samples, real=None):
 
 
 def draw_path(name, args, model, sets, points, mask=None, context=None):
-    """How the first five of `flows.draw_sets` come from their noise: two pictures."""
+    """How the first five of `flows.draw_sets` come from their noise: two pictures, and the paths."""
     generator = torch.Generator().manual_seed(args.seed)
     z = exnode.normal((sets, points, model.dim), model.mean, generator)
     z, mask, context = (a if a is None else a[:5] for a in (z, mask, context))
@@ -52,6 +52,7 @@ def draw_path(name, args, model, sets, points, mask=None, context=None):
     frames = [pictures.point_grid([frame], limits=limits, cell=160) for frame in seen]
     hold = [frames[0]] * 4 + frames + [frames[-1]] * 12
     pictures.write_apng(f"{name}-moving.png", hold, 0.08)
+    return at
 
 
 @torch.no_grad()
