@@ -38,7 +38,7 @@ def draw_samples(path, samples, real=None):
 
 
 def draw_path(name, args, model, sets, points, mask=None, context=None):
-    """How the first five of `flows.draw_sets` come from their noise: two pictures, and the paths."""
+    """How the first five of `flows.draw_sets` come from noise: two pictures, and the paths."""
     generator = torch.Generator().manual_seed(args.seed)
     z = exnode.normal((sets, points, model.dim), model.mean, generator)
     z, mask, context = (a if a is None else a[:5] for a in (z, mask, context))
