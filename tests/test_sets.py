@@ -273,7 +273,9 @@ def test_baselines_and_their_blocks_are_their_formulas_for_each_set(seed, n, mas
     ):
         model = with_large_weights(make())
         whole = isinstance(model, DeepSets | SetTransformer)  # these drop the padding themselves
-        out = model(*(given if whole or not masked else (keep(*given), mask)))
+        args = given if whole or not masked else (keep(*given), mask)
+        out = model(*args)
+        close(model(*(torch.stack([a] * 3, 1) for a in args)), torch.stack([out] * 3, 1))
         for i, here in enumerate(mask):
             found = out[i][here] if isinstance(model, ISAB) else out[i]
             close(found, formula(model, y[i, here]), 1e-8)
