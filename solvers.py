@@ -23,7 +23,7 @@ Three gradients, all of them reaching y0, the parameters and t:
 Departures from the paper, which calls torchdiffeq:
   - "rk4" is the classic method; torchdiffeq's is the 3/8 rule. Both are of order 4.
   - The first step of dopri5 is the whole interval where two stages predict that its error is within
-    tolerance, and the steps that are left are equally long: about half the evaluations on easy f.
+    tolerance, and the last two are equally long: about half the evaluations on easy f.
   - f is never evaluated outside [t[0], t[-1]]: the last step ends there.
   - `step_size` divides each interval of t into equal steps; torchdiffeq steps over t and
     interpolates linearly.
@@ -452,10 +452,9 @@ def odeint_adjoint(f, y0, t, *, rtol=1e-7, atol=1e-9, method=None, options=None,
     adjoint_atol = atol if adjoint_atol is None else adjoint_atol
     how = adjoint_method or method, adjoint_rtol, adjoint_atol, adjoint_options
     backwards = settings(*how, prefix="adjoint_")
-    seminorm = backwards.pop("norm", None) == "seminorm"
     if not torch.is_grad_enabled():
         return unpack(solve(problem, x0, list_times(t, problem)))
-    return unpack(Adjoint.apply(problem, backwards, seminorm, t, x0, *params))
+    return unpack(Adjoint.apply(problem, backwards, t, x0, *params))
 # fmt: on
 
 
@@ -510,9 +509,9 @@ class Adjoint(torch.autograd.Function):
     """a(t) = ∂L/∂x(t) solves a' = −(∂f/∂x)ᵀ a from t_N back to t₀, and ∂L/∂θ = ∫ (∂f/∂θ)ᵀ a dt."""
 
     @staticmethod
-    def forward(ctx, problem, backwards, seminorm, t, x0, *params):
+    def forward(ctx, problem, backwards, t, x0, *params):
         xs = solve(problem, x0, list_times(t, problem))
-        ctx.problem, ctx.backwards, ctx.seminorm = problem, backwards, seminorm
+        ctx.problem, ctx.backwards = problem, backwards
         ctx.save_for_backward(t, xs, *params)
         return xs
 
@@ -523,19 +522,19 @@ class Adjoint(torch.autograd.Function):
         forwards = replace(ctx.problem, stats=Stats())
         a, gparams = torch.zeros_like(xs[0]), xs.new_zeros(sum(p.numel() for p in params))
         field, _, unpack = pack(adjoint_field(forwards.f, params), (a, a, gparams))
-        norm = adjoint_norm(forwards.norm, unpack, ctx.seminorm)
-        problem = Problem(field, forwards.stats, norm=norm, **ctx.backwards)
+        norm = adjoint_norm(forwards.norm, unpack, seminorm="norm" in ctx.backwards)
+        problem = Problem(field, forwards.stats, **{**ctx.backwards, "norm": norm})
         ts, gt = list_times(t, problem), torch.zeros_like(t)
         for i in range(len(ts) - 1, 0, -1):
-            if ctx.needs_input_grad[3]:  # y(tᵢ) moves along with its own time at speed f
+            if ctx.needs_input_grad[2]:  # y(tᵢ) moves along with its own time at speed f
                 gt[i] = (g[i] * forwards(ts[i], xs[i])).sum()
             z = torch.cat([part.reshape(-1) for part in (xs[i], a + g[i], gparams)])
             _, a, gparams = unpack(solve(problem, z, [ts[i], ts[i - 1]])[-1])
-        if ctx.needs_input_grad[3] and len(ts) > 1:  # a later start leaves out f at the start
+        if ctx.needs_input_grad[2] and len(ts) > 1:  # a later start leaves out f at the start
             gt[0] = -(a * forwards(ts[0], xs[0])).sum()
         ctx.problem.stats.backward_nfe += forwards.stats.nfe
         parts = zip(gparams.split([p.numel() for p in params]), params)
-        return None, None, None, gt, a + g[0], *(part.to(p.dtype).view_as(p) for part, p in parts)
+        return None, None, gt, a + g[0], *(part.to(p.dtype).view_as(p) for part, p in parts)
 
 
 def adjoint_field(f, params):
