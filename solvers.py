@@ -373,8 +373,8 @@ def first_trial(problem, t, end, x, shift):
 
     Two stages predict the error of a step (`predicted_ratio`). Start from the whole interval, or
     from a size that a solution with x' / x = const could have; go on if the prediction lies between
-    0.01 and 0.3 tolerances, else try the size for 0.1. So an easy interval takes one step, and on
-    a hard one the second stage is the one evaluation that any choice of a first step costs.
+    0.01 and 0.3 tolerances, else take the size for 0.1 and look once more. So an easy interval
+    takes one step, and a hard one rarely loses more than the evaluation that any choice costs.
     """
     k1, (_, c, *_), (_, a, *_) = problem(t + shift, x), problem.tableau.c, problem.tableau.a
     if problem.first_step:
@@ -385,7 +385,7 @@ def first_trial(problem, t, end, x, shift):
         problem.fail_at_non_finite(t, 0.0, x, [k1])
     size = d0 / d1 * min(1.0, 2 * (PREDICTION * d0) ** -0.2) if d0 > 0 and d1 > 0 else math.inf
     t1, least = next_end(t, end, size), 0.01
-    for _ in range(5):
+    for look in range(5):
         h = t1 - t
         k2 = problem(t + shift + c * h, combine(x, h, a, [k1]))
         ratio = predicted_ratio(problem, h, x, k1, k2)
@@ -393,6 +393,8 @@ def first_trial(problem, t, end, x, shift):
             return t1, [k1, k2]
         least = 0.01 if ratio <= 0.3 else 0.0  # once too long, never longer again
         t1 = next_end(t, end, abs(h) * max((0.1 / max(ratio, 1e-15)) ** 0.2, 1e-3))
+        if look and ratio < 1e4:  # near enough: a field whose x' jumps may never come nearer
+            break
     return t1, [k1]
 
 
@@ -403,7 +405,8 @@ PREDICTION = 0.0025  # within a factor of 3 for 9 of 10 networks with steps near
 def predicted_ratio(problem, h, x, k1, k2):
     """The error ratio h ‖x'‖ (h ‖x''‖ / ‖x'‖)⁴ of a solution with one time scale ‖x'‖ / ‖x''‖.
 
-    Above 0.3 in any case where h is more than 0.7 of that time: no estimate is reliable there.
+    It is above 0.3, too much for `first_trial`, where h is more than 0.7 of that time: there the
+    true error of a step has been found to be ten times its estimate.
     """
     slopes = k1, k2, (k2 - k1) / problem.tableau.c[1]
     start, later, change = (problem.measure(v, x.abs()) for v in slopes)
@@ -411,7 +414,7 @@ def predicted_ratio(problem, h, x, k1, k2):
     if not math.isfinite(speed + change):
         return math.inf
     bend = change / speed if speed > 0 else 0.0  # h ‖x''‖ / ‖x'‖, if x' goes on as it begins
-    return max(PREDICTION * abs(h) * speed * bend**4, 0.3 * (bend / 0.7) ** 5)
+    return max(PREDICTION * abs(h) * speed * bend**4, min(0.3 * (bend / 0.7) ** 5, 1.0))
 
 
 # --------------------------------------------------------------------------- the three gradients
