@@ -487,7 +487,7 @@ class Checkpoint(torch.autograd.Function):
         gx, totals = torch.zeros_like(g[0]), [torch.zeros_like(source) for source in sources]
         with torch.enable_grad():
             ts = list_times(sources[0], problem, sources[0].requires_grad)
-            grid = grid_of_times(problem, ctx.grid, ts) if sources[0].requires_grad else ctx.grid
+            grid = grid_of_times(problem, ctx.grid, ts)
         for (t, t1, h, entries), x in zip(reversed(grid), reversed(states)):
             with torch.enable_grad():
                 x = x.detach().requires_grad_()
@@ -724,10 +724,8 @@ def list_times(t, problem, differentiable=False):
 def trainable(f, params, argument):
     """The parameters that require a gradient: those of a module, or the tensors that were named."""
     if params is None and not isinstance(f, nn.Module):
-        raise ValueError(
-            f"{argument} is missing, and f is not an nn.Module whose parameters are known: name "
-            f"the tensors that f uses and that require a gradient, or () if there are none"
-        )
+        hint = "name the tensors that f uses and that require a gradient, or () if there are none"
+        raise ValueError(f"{argument} is missing, and f is not an nn.Module: {hint}")
     params = f.parameters() if params is None else params
     params = params if isinstance(params, Tensor) else list(params)
     if isinstance(params, Tensor) or not all(isinstance(p, Tensor) for p in params):
