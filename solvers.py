@@ -23,7 +23,7 @@ Three gradients, all of them reaching y0, the parameters and t:
 Departures from the paper, which calls torchdiffeq:
   - "rk4" is the classic method; torchdiffeq's is the 3/8 rule. Both are of order 4.
   - The first step of dopri5 is the whole interval where two stages predict that its error is within
-    tolerance, and the steps that are left are equally long: about half the evaluations on easy f.
+    tolerance, and the last two are equally long: about half the evaluations on easy f.
   - f is never evaluated outside [t[0], t[-1]]: the last step ends there.
   - `step_size` divides each interval of t into equal steps; torchdiffeq steps over t and
     interpolates linearly.
@@ -34,7 +34,9 @@ Departures from the paper, which calls torchdiffeq:
 import math
 from bisect import bisect_right
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -111,17 +113,14 @@ def combine(x, h, weights, k, skip=None):
     return x
 
 
-def stage(f, tableau, t, t1, h, x, k):
-    """The next kᵢ = f(t + cᵢh, x + h Σⱼ aᵢⱼkⱼ); t1 is t + h without its rounding error."""
-    c, a = tableau.c[len(k)], tableau.a[len(k)]
-    return f(t1 if c == 1 else t + c * h, combine(x, h, a, k, skip=0))
-
-
 def step(f, tableau, t, t1, h, x, k):
-    """x + h Σᵢ bᵢkᵢ and every kᵢ, of which the first are known already."""
+    """x + h Σᵢ bᵢkᵢ and all kᵢ = f(t + cᵢh, x + h Σⱼ aᵢⱼkⱼ), of which k has the first.
+
+    t1 is t + h without its rounding error.
+    """
     k = [*k]
-    while len(k) < len(tableau.c):
-        k.append(stage(f, tableau, t, t1, h, x, k))
+    for c, a in zip(tableau.c[len(k) :], tableau.a[len(k) :]):
+        k.append(f(t1 if c == 1 else t + c * h, combine(x, h, a, k, skip=0)))
     return combine(x, h, tableau.b, k), k
 
 
@@ -134,16 +133,7 @@ def interpolate(tableau, x, h, k, theta):
     return combine(x, h, weights, k)
 
 
-def rms(x):
-    """The root mean square, the norm in which errors are measured."""
-    return torch.linalg.vector_norm(x) / math.sqrt(max(x.numel(), 1))
-
-
-def is_finite(x):
-    return math.isfinite(x.detach().sum().item()) or bool(torch.isfinite(x).all())
-
-
-# --------------------------------------------------------------------------- what goes in and out
+# -------------------------------------------------------------------------------- what is solved
 
 
 @dataclass
@@ -163,6 +153,11 @@ class SolverError(RuntimeError):
     step_size: float
     error_ratio: float
     nfe: int
+
+
+def rms(x):
+    """The root mean square, the norm in which errors are measured."""
+    return torch.linalg.vector_norm(x) / math.sqrt(max(x.numel(), 1))
 
 
 @dataclass
@@ -190,228 +185,51 @@ class Problem:
         self.nfe += 1
         self.stats.nfe += 1
         if isinstance(t, Tensor):
-            dx = self.f(t.to(x.device, x.dtype), x)
-        else:
-            dx = self.f(torch.scalar_tensor(t, dtype=x.dtype, device=x.device), x)
-        if describe(dx) != describe(x):
-            raise ValueError(f"f must return {show(x)} like y0, but returned {show(dx)}")
-        return dx
+            return self.f(t.to(x.device, x.dtype), x)
+        return self.f(torch.scalar_tensor(t, dtype=x.dtype, device=x.device), x)
 
-    def count_steps(self, steps, t, h, ratio=None):
+    def measure(self, v, size):
+        """The norm of v in units of the tolerance for a state of this size."""
+        return float(self.norm(v / (self.atol + self.rtol * size)))
+
+    def count_steps(self, steps, t, h, ratio=math.nan):
         """max_steps is one limit for the whole call."""
         self.steps += steps
         if self.steps > self.max_steps:
             hint = "a larger max_steps, larger steps or tolerances, or a less stiff f"
             self.fail(f"max_steps = {self.max_steps} is not enough", hint, t, h, ratio)
 
-    def fail(self, what, hint, t, h, ratio=None):
+    def fail(self, what, hint, t, h, ratio=math.nan):
         t, h = floats([t, h])
         error = SolverError(
-            f"{what} at t = {t:.9g} (step size {abs(h):.3g}, error ratio "
-            f"{'unknown' if ratio is None else format(ratio, '.3g')}, {self.nfe} evaluations so "
-            f"far). Try: {hint}."
+            f"{what} at t = {t:.9g} (step size {abs(h):.3g}, error ratio {ratio:.3g}, "
+            f"{self.nfe} evaluations so far). Try: {hint}."
         )
-        error.t, error.step_size, error.nfe = t, abs(h), self.nfe
-        error.error_ratio = math.nan if ratio is None else ratio
+        vars(error).update(t=t, step_size=abs(h), error_ratio=ratio, nfe=self.nfe)
         raise error
 
-    def check_rejected(self, t, t1, end, x, k, ratio):
-        """Whether a shorter step is worth a try: not where f is not finite at an accepted state."""
-        vanished = t1 != end and abs(t1 - t) <= 1e-15 * max(abs(t), abs(end))
-        if ratio == math.inf and (vanished or not is_finite(k[0])):
-            self.fail_at_non_finite(t, t1 - t, x, k, ratio)
-        if vanished:
-            hint = "f for a singularity or a jump near this t, larger rtol and atol, or float64"
-            self.fail("The step size has vanished", hint, t, t1 - t, ratio)
-
-    def fail_at_non_finite(self, t, h, x, k, ratio=None):
+    def fail_at_non_finite(self, t, h, x, k, ratio=math.nan):
         """Name the first evaluation of a step that was not finite."""
-        if not torch.isfinite(x).all():
-            self.fail("The state is not finite", "y0 and f without NaN or infinity", t, h, ratio)
         wrong = [c for c, kj in zip((*self.tableau.c, 1), k) if not torch.isfinite(kj).all()]
-        if not wrong and self.atol == 0:
+        what = "f returned a non-finite derivative"
+        hint = f"f near this t, or a smaller {'first_step' if self.adaptive else 'step_size'}"
+        if not torch.isfinite(x).all():
+            what, hint, wrong = "The state is not finite", "y0 and f without NaN or infinity", []
+        elif not wrong and self.atol == 0:
             what = "With atol = 0, a component of the state that is 0 has no tolerance"
-            self.fail(what, "an atol above 0", t, h, ratio)
-        option = "first_step" if self.adaptive else "step_size"
-        hint = f"f near this t, or a smaller options['{option}']"
-        at = t + wrong[0] * h if wrong else t
-        self.fail("f returned a non-finite derivative", hint, at, h, ratio)
+            hint = "an atol above 0"
+        self.fail(what, hint, t + wrong[0] * h if wrong else t, h, ratio)
 
 
-def describe(x):
-    return (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else type(x)
-
-
-def show(x):
-    if not isinstance(x, Tensor):
-        return f"a {type(x).__name__}"
-    return f"a tensor of shape {tuple(x.shape)}, {str(x.dtype).removeprefix('torch.')}, {x.device}"
-
-
-def pack(f, y0):
-    """f and y0 on one tensor, and the way back. A tuple is flattened; a tensor stays as it is."""
-    parts = y0 if isinstance(y0, tuple) and y0 else (y0,)
-    for part in parts:
-        if not isinstance(part, Tensor) or not part.is_floating_point():
-            raise ValueError(f"y0 must be floating point tensors, not {show(part)}")
-        if describe(part)[1:] != describe(parts[0])[1:]:
-            raise ValueError(
-                f"y0 must have one dtype and one device, not {show(parts[0])} and {show(part)}"
-            )
-    f = keep_autocast(f, parts[0])
-    if isinstance(y0, Tensor):
-        return f, y0, lambda x: x
-    sizes = [part.numel() for part in parts]
-
-    def unpack(x):  # (..., numel) to a tuple of (..., *shape)
-        pieces = zip(x.split(sizes, -1), parts)
-        return tuple(piece.reshape(x.shape[:-1] + part.shape) for piece, part in pieces)
-
-    def packed(t, x):
-        dy = f(t, unpack(x))
-        got = dy if isinstance(dy, tuple | list) else (dy,)
-        if list(map(describe, got)) != list(map(describe, parts)):
-            wanted, got = (", ".join(map(show, each)) for each in (parts, got))
-            raise ValueError(f"f must return tensors like y0, ({wanted}), but returned ({got})")
-        return torch.cat([d.reshape(-1) for d in dy])
-
-    return packed, torch.cat([part.reshape(-1) for part in parts]), unpack
-
-
-def keep_autocast(f, x):
-    """f under the autocast of this call, also in a backward pass, with its result in x's dtype."""
-    device = x.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return f
-    dtype = torch.get_autocast_dtype(device)
-
-    def autocast(t, y):
-        with torch.autocast(device, dtype):
-            dy = f(t, y)
-        if isinstance(dy, tuple | list):
-            return tuple(part.to(x.dtype) for part in dy)
-        return dy.to(x.dtype)
-
-    return autocast
-
-
-# Options of torchdiffeq that are not here: their defaults, which may be given, and what to use.
-THEIRS = {
-    "first_step": (None, ""),
-    "step_size": (None, ""),
-    "min_step": (0, "max_steps"),
-    "max_step": (math.inf, "smaller rtol and atol"),
-    "max_num_steps": (2**31 - 1, "max_steps"),
-    "safety": (0.9, "smaller rtol and atol"),
-    "ifactor": (10.0, "first_step"),
-    "dfactor": (0.2, "first_step"),
-    "step_t": (None, "one call from each such time to the next"),
-    "jump_t": (None, "one call from each jump to the next"),
-    "perturb": (False, "one call from each jump to the next"),
-    "grid_constructor": (None, "the times of the grid as t"),
-    "interp": ("linear", "every time at which the solution is needed in t"),
-    "dtype": (torch.float64, "t of any dtype: time is float64 here"),
-}
-CALLBACKS = [f"callback_{name}" for name in ("step", "accept_step", "reject_step")]
-CALLBACKS += [f"{name}_adjoint" for name in CALLBACKS]
-
-
-def number(value):
-    """A number of Python, numpy or a 0-dim tensor as a float; NaN if it is none."""
-    value = value.item() if getattr(value, "ndim", None) == 0 else value
-    return float(value) if isinstance(value, int | float) else math.nan
-
-
-def settings(method, rtol, atol, options, prefix=""):
-    """Check how to solve; returns it as fields of a Problem."""
-    if method not in list(METHODS):
-        raise ValueError(f"{prefix}method must be one of {', '.join(METHODS)}, not {method!r}")
-    tableau = METHODS[method]
-    for what, value in (("rtol", rtol), ("atol", atol)):
-        if not 0 <= number(value) < math.inf:
-            raise ValueError(f"{prefix}{what} must be a finite number of at least 0, not {value!r}")
-    rtol, atol = number(rtol), number(atol)
-    if tableau.b_err and rtol == atol == 0:
-        raise ValueError(f"{prefix}rtol and {prefix}atol must not both be 0: no step would do")
-    fields = check_options(method, options, prefix)
-    return {"tableau": tableau, "rtol": rtol, "atol": atol, **fields}
-
-
-def check_options(method, options, prefix):
-    """The options that are not at torchdiffeq's defaults."""
-    if not isinstance(options, dict):
-        raise ValueError(f"{prefix}options must be a dict or None, not {options!r}")
-    adaptive, fields = METHODS[method].b_err is not None, {}
-    size = "first_step" if adaptive else "step_size"
-    known = {"max_steps": "a positive integer", size: "a positive number"}
-    known |= {"norm": "'seminorm'" if prefix else "a function of a state"} if adaptive else {}
-    fits = {
-        "max_steps": lambda value: isinstance(value, int) and value > 0,
-        "norm": lambda value: value == "seminorm" if prefix else callable(value),
-        size: lambda value: 0 < number(value) < math.inf,
-    }
-    for what, value in options.items():
-        default, instead = THEIRS.get(what, (math.nan, ""))
-        if getattr(value, "ndim", 0) == 0 and value == default:
-            continue
-        if what not in known:
-            hint = f"; use {instead} instead" if instead else ""
-            names = ", ".join(known)
-            raise ValueError(f"{prefix}options[{what!r}] is none of {method}'s: {names}{hint}")
-        if not fits[what](value):
-            raise ValueError(f"{prefix}options[{what!r}] must be {known[what]}, not {value!r}")
-        fields[what] = number(value) if what == size else value
-    return fields
-
-
-def set_up(f, y0, t, rtol, atol, method, options, stats, event_fn=None):
-    """Check every argument; returns the Problem, y0 as one tensor and the way back."""
-    if event_fn is not None:
-        raise ValueError("event_fn is not supported: look for the event in the states at many t")
-    for name in CALLBACKS:
-        if hasattr(f, name):
-            raise ValueError(f"f.{name} would never be called: use stats=Stats() to count steps")
-    fields = settings(method, rtol, atol, {} if options is None else options)
-    f, x0, unpack = pack(f, y0)
-    if "norm" in fields:
-        norm = fields["norm"]
-        fields["norm"] = lambda x: norm(unpack(x))
-    problem = Problem(f, Stats() if stats is None else stats, **fields)
-    check_times(t, x0, problem)
-    return problem, x0, unpack
-
-
-def check_times(t, x, problem):
-    if not isinstance(t, Tensor) or t.dim() != 1 or not t.is_floating_point():
-        raise ValueError(f"t must be a 1-D floating point tensor, not {show(t)}")
-    if len(t) == 0:
-        raise ValueError("t must hold at least one time, but is empty")
-    if t.device.type != "cpu" and t.device != x.device:
-        raise ValueError(f"t must be on the cpu or on y0's device {x.device}, not on {t.device}")
-    ts = list_times(t, problem)
-    if isinstance(ts[0], float):
-        gaps = [b - a for a, b in zip(ts, ts[1:])]
-        one_way = all(gap > 0 for gap in gaps) or all(gap < 0 for gap in gaps)
-        if not one_way or not all(map(math.isfinite, (*ts, ts[-1] - ts[0]))):
-            raise ValueError(f"t must be finite and strictly increasing or decreasing, not {ts}")
-        if max(map(abs, ts)) > torch.finfo(x.dtype).max:
-            raise ValueError(f"t must be finite also in y0's {x.dtype}, in which f sees it: {ts}")
-
-
-def list_times(t, problem, differentiable=False):
-    """t as a list of floats, or of 0-dim float64 tensors where gradients or a GPU need that.
-
-    Fixed steps can work with times that the host has not read, so on a GPU they never wait for it.
-    """
-    unread = t.device.type != "cpu" and not problem.adaptive and not problem.step_size
-    return list(t.double().unbind()) if differentiable or unread else t.tolist()
+def is_finite(x):
+    return math.isfinite(x.detach().sum().item()) or bool(torch.isfinite(x).all())
 
 
 def floats(ts):
     return [float(t.detach()) if isinstance(t, Tensor) else t for t in ts]
 
 
-# ----------------------------------------------------------------------------- streams of steps
+# ------------------------------------------------------------------------------ streams of steps
 
 
 class Step(NamedTuple):
@@ -420,16 +238,15 @@ class Step(NamedTuple):
     t: float | Tensor
     t1: float | Tensor
     h: float | Tensor
+    entries: range
     x: Tensor
     x1: Tensor
     k: list[Tensor]
-    entries: range
 
 
-def fixed_grid(ts, step_size):
-    """t, t1, h and entries of each step: one per interval of ts, or as many as step_size asks."""
-    for i, (a, b) in enumerate(zip(ts, ts[1:]), 1):
-        n = count_fixed([a, b], step_size)
+def fixed_grid(ts, counts):
+    """t, t1, h and entries of each step, of which there are so many in each interval of ts."""
+    for i, (a, b, n) in enumerate(zip(ts, ts[1:], counts), 1):
         h = (b - a) / n
         for j in range(n):
             last = j == n - 1
@@ -437,35 +254,34 @@ def fixed_grid(ts, step_size):
 
 
 def count_fixed(ts, step_size):
-    """How many equal steps in each interval of ts keep |h| within step_size."""
+    """How many equal steps in each interval of ts keep |h| within step_size; one without it."""
     if step_size is None:
-        return len(ts) - 1
-    gaps = torch.tensor(floats(ts), dtype=torch.float64).diff().abs()
-    count = (gaps / step_size - 1e-9).ceil().clamp(min=1).sum().item()
-    return int(count) if math.isfinite(count) else count
+        return [1] * (len(ts) - 1)
+    gaps = [abs(b - a) for a, b in pairwise(floats(ts))]
+    return [max(1, math.ceil(min(gap / step_size, 1e18) - 1e-9)) for gap in gaps]
 
 
 def fixed_steps(problem, x, ts):
-    """One step per interval of ts, or as many equal ones as keep |h| within step_size."""
-    size = problem.step_size
-    problem.count_steps(count_fixed(ts, size), ts[0], size or math.nan)
-    for t, t1, h, entries in fixed_grid(ts, size):
+    """Equal steps between any two neighbours of ts."""
+    counts = count_fixed(ts, problem.step_size)
+    problem.count_steps(sum(counts), ts[0], problem.step_size or math.nan)
+    for t, t1, h, entries in fixed_grid(ts, counts):
         x1, k = step(problem, problem.tableau, t, t1, h, x, [problem(t, x)])
         if x.device.type == "cpu" and not is_finite(x1):  # on a GPU, a look would be a wait
             problem.fail_at_non_finite(t, h, x, k)
         problem.stats.accepted += 1
-        yield Step(t, t1, h, x, x1, k, entries)
+        yield Step(t, t1, h, entries, x, x1, k)
         x = x1
 
 
 def adaptive_steps(problem, x, ts):
-    """Steps whose estimated error is within tolerance."""
+    """Steps whose estimated error is within tolerance; all of them move along with ts[0]."""
     (t, *stops), shift = floats(ts), zero_with_gradient(ts[0])
     if not stops:
         return
     start, end = t, stops[-1]
     distances = [abs(stop - start) for stop in stops]
-    done, ratio, previous, growth = 0, None, 1.0, 10.0
+    done, ratio, growth = 0, math.nan, 10.0
     t1, k = first_trial(problem, t, end, x, shift)
     while True:
         h = t1 - t
@@ -473,100 +289,25 @@ def adaptive_steps(problem, x, ts):
         x1, k = step(problem, problem.tableau, t + shift, t1 + shift, h, x, k)
         k.append(problem(t1 + shift, x1))
         ratio = error_ratio(problem, x, x1, h, k)
+        size = next_size(h, ratio, growth)
         if ratio > 1:
             problem.stats.rejected += 1
-            t1, growth = next_end(t, end, next_size(h, ratio, 1.0, growth)), 1.0
-            problem.check_rejected(t, t1, end, x, k, ratio)
+            t1, growth = next_end(t, end, size), 1.0  # the next step is not longer than this one
+            check_rejected(problem, t, t1, end, x, k, ratio)
             k = k[:1]
             continue
         problem.stats.accepted += 1
         first, done = done, len(stops) if t1 == end else bisect_right(distances, abs(t1 - start))
-        yield Step(t + shift, t1 + shift, h, x, x1, k, range(first + 1, done + 1))
+        yield Step(t + shift, t1 + shift, h, range(first + 1, done + 1), x, x1, k)
         if t1 == end:
             return
-        size = next_size(h, ratio, previous, growth)
-        t, x, k, previous, growth = t1, x1, [k[-1]], ratio, 10.0
+        t, x, k, growth = t1, x1, [k[-1]], 10.0
         t1 = next_end(t, end, size)
 
 
 def zero_with_gradient(t):
-    """0, which moves with t where that requires a gradient: all of an adaptive solve does."""
+    """0, which moves with t where that requires a gradient."""
     return t - t.detach() if isinstance(t, Tensor) else 0.0
-
-
-def next_end(t, end, size):
-    """Where a step of this size from t ends; of two that are left, each takes a half."""
-    left = abs(end - t)
-    if left <= 1.1 * size:
-        return end
-    t1 = t + math.copysign(min(size, left / 2), end - t)
-    return t1 if t1 != t else math.nextafter(t, end)
-
-
-@torch.no_grad()
-def error_ratio(problem, x, x1, h, k):
-    """‖h Σᵢ b_errᵢ kᵢ / (atol + rtol max(|x|, |x₁|))‖, infinite if x₁ or a stage is not finite."""
-    first, *rest = problem.tableau.b_err
-    error = combine(k[0] * (h * first), h, rest, k[1:])
-    ratio = float(problem.norm(error / tolerance(problem, torch.maximum(x.abs(), x1.abs()))))
-    return ratio if math.isfinite(ratio) and is_finite(x1) else math.inf
-
-
-def tolerance(problem, size):
-    return size.mul_(problem.rtol).add_(problem.atol)
-
-
-def next_size(h, ratio, previous, growth):
-    """The PI controller: |h| 0.9 r^−0.22 r₋₁^0.02, at least |h|/5 and at most growth · |h|.
-
-    Its gains are ours: of those tried, they cost the fewest evaluations on small networks.
-    """
-    factor = 0.9 * max(ratio, 1e-9) ** -0.22 * max(previous, 1e-4) ** 0.02
-    return abs(h) * min(max(factor, 0.2), growth)
-
-
-def first_trial(problem, t, end, x, shift):
-    """Where the first step ends, and the stages that are known of it.
-
-    Two stages predict the error of a step (`predicted_ratio`). Start from the whole interval, or
-    from a size that a solution with x' / x = const could have; go on if the prediction lies between
-    0.01 and 0.3 tolerances, else try the size for 0.1. So an easy interval takes one step, and on
-    a hard one the second stage is the one evaluation that any choice of a first step costs.
-    """
-    k1 = problem(t + shift, x)
-    if problem.first_step:
-        return next_end(t, end, problem.first_step), [k1]
-    with torch.no_grad():
-        scale = tolerance(problem, x.abs())
-        d0, d1 = (float(problem.norm(v / scale)) for v in (x, k1))
-    if not math.isfinite(d0 + d1):
-        problem.fail_at_non_finite(t, 0.0, x, [k1])
-    size = d0 / d1 * min(1.0, 2 * (PREDICTION * d0) ** -0.2) if d0 > 0 and d1 > 0 else math.inf
-    t1, least = next_end(t, end, size), 0.01
-    for _ in range(5):
-        h = t1 - t
-        k2 = stage(problem, problem.tableau, t + shift, t1 + shift, h, x, [k1])
-        ratio = predicted_ratio(problem, h, scale, k1, k2)
-        if ratio <= 0.3 and (ratio >= least or t1 == end):
-            return t1, [k1, k2]
-        least = 0.01 if ratio <= 0.3 else 0.0  # once too long, never longer again
-        factor = (0.1 / max(ratio, 1e-15)) ** 0.2
-        t1 = next_end(t, end, abs(h) * max(factor, 1e-3))
-    return t1, [k1]
-
-
-PREDICTION = 0.0025  # within a factor of 3 for 9 of 10 networks with steps near the tolerance
-
-
-@torch.no_grad()
-def predicted_ratio(problem, h, scale, k1, k2):
-    """The error ratio h ‖x'‖ (h ‖x''‖ / ‖x'‖)⁴ of a solution with one time scale ‖x'‖ / ‖x''‖."""
-    norms = (float(problem.norm(v / scale)) for v in (k1, k2, (k2 - k1) / problem.tableau.c[1]))
-    start, later, change = norms  # h ‖x''‖ is the change of x', if that goes on as it begins
-    speed = max(start, later)
-    if not math.isfinite(speed + change):
-        return math.inf
-    return PREDICTION * abs(h) * speed * (change / speed) ** 4 if speed > 0 else 0.0
 
 
 def outputs(problem, step, ts):
@@ -589,6 +330,91 @@ def solve(problem, x0, ts, visit=lambda step: None):
         xs.extend(outputs(problem, accepted, ts))
         visit(accepted)
     return torch.stack(xs)
+
+
+# ----------------------------------------------------------------- the controller and first step
+
+
+@torch.no_grad()
+def error_ratio(problem, x, x1, h, k):
+    """‖h Σᵢ b_errᵢ kᵢ / (atol + rtol max(|x|, |x₁|))‖, infinite if x₁ or a stage is not finite."""
+    first, *rest = problem.tableau.b_err
+    error = combine(k[0] * (h * first), h, rest, k[1:])
+    ratio = problem.measure(error, torch.maximum(x.abs(), x1.abs()))
+    return ratio if math.isfinite(ratio) and is_finite(x1) else math.inf
+
+
+def next_size(h, ratio, growth):
+    """0.9 |h| r^−1/5, since r grows as h⁵; at least |h|/5 and at most growth · |h|."""
+    return abs(h) * min(max(0.9 * max(ratio, 1e-9) ** -0.2, 0.2), growth)
+
+
+def next_end(t, end, size):
+    """Where a step of this size from t ends; of two that are left, each takes a half."""
+    left = abs(end - t)
+    if left <= 1.1 * size:
+        return end
+    t1 = t + math.copysign(min(size, left / 2), end - t)
+    return t1 if t1 != t else math.nextafter(t, end)
+
+
+def check_rejected(problem, t, t1, end, x, k, ratio):
+    """Whether a shorter step is worth a try: not where f is not finite at an accepted state."""
+    vanished = t1 != end and abs(t1 - t) <= 1e-15 * max(abs(t), abs(end))
+    if ratio == math.inf and (vanished or not is_finite(k[0])):
+        problem.fail_at_non_finite(t, t1 - t, x, k, ratio)
+    if vanished:
+        hint = "f for a singularity or a jump near this t, larger rtol and atol, or float64"
+        problem.fail("The step size has vanished", hint, t, t1 - t, ratio)
+
+
+def first_trial(problem, t, end, x, shift):
+    """Where the first step ends, and the stages that are known of it.
+
+    Two stages predict the error of a step (`predicted_ratio`). Start from the whole interval, or
+    from a size that a solution with x' / x = const could have; go on if the prediction lies between
+    0.01 and 0.3 tolerances, else take the size for 0.1 and look once more. So an easy interval
+    takes one step, and a hard one rarely loses more than the evaluation that any choice costs.
+    """
+    k1, (_, c, *_), (_, a, *_) = problem(t + shift, x), problem.tableau.c, problem.tableau.a
+    if problem.first_step:
+        return next_end(t, end, problem.first_step), [k1]
+    with torch.no_grad():
+        d0, d1 = problem.measure(x, x.abs()), problem.measure(k1, x.abs())
+    if not math.isfinite(d0 + d1):
+        problem.fail_at_non_finite(t, 0.0, x, [k1])
+    size = d0 / d1 * min(1.0, 2 * (PREDICTION * d0) ** -0.2) if d0 > 0 and d1 > 0 else math.inf
+    t1, least = next_end(t, end, size), 0.01
+    for look in range(5):
+        h = t1 - t
+        k2 = problem(t + shift + c * h, combine(x, h, a, [k1]))
+        ratio = predicted_ratio(problem, h, x, k1, k2)
+        if ratio <= 0.3 and (ratio >= least or t1 == end):
+            return t1, [k1, k2]
+        least = 0.01 if ratio <= 0.3 else 0.0  # once too long, never longer again
+        t1 = next_end(t, end, abs(h) * max((0.1 / max(ratio, 1e-15)) ** 0.2, 1e-3))
+        if look and ratio < 1e4:  # near enough: a field whose x' jumps may never come nearer
+            break
+    return t1, [k1]
+
+
+PREDICTION = 0.0025  # within a factor of 3 for 9 of 10 networks with steps near the tolerance
+
+
+@torch.no_grad()
+def predicted_ratio(problem, h, x, k1, k2):
+    """The error ratio h ‖x'‖ (h ‖x''‖ / ‖x'‖)⁴ of a solution with one time scale ‖x'‖ / ‖x''‖.
+
+    It is above 0.3, too much for `first_trial`, where h is more than 0.7 of that time: there the
+    true error of a step has been found to be ten times its estimate.
+    """
+    slopes = k1, k2, (k2 - k1) / problem.tableau.c[1]
+    start, later, change = (problem.measure(v, x.abs()) for v in slopes)
+    speed = max(start, later)
+    if not math.isfinite(speed + change):
+        return math.inf
+    bend = change / speed if speed > 0 else 0.0  # h ‖x''‖ / ‖x'‖, if x' goes on as it begins
+    return max(PREDICTION * abs(h) * speed * bend**4, min(0.3 * (bend / 0.7) ** 5, 1.0))
 
 
 # --------------------------------------------------------------------------- the three gradients
@@ -629,24 +455,281 @@ def odeint_adjoint(f, y0, t, *, rtol=1e-7, atol=1e-9, method=None, options=None,
     adjoint_atol = atol if adjoint_atol is None else adjoint_atol
     how = adjoint_method or method, adjoint_rtol, adjoint_atol, adjoint_options
     backwards = settings(*how, prefix="adjoint_")
-    seminorm = backwards.pop("norm", None) == "seminorm"
     if not torch.is_grad_enabled():
         return unpack(solve(problem, x0, list_times(t, problem)))
-    return unpack(Adjoint.apply(problem, backwards, seminorm, t, x0, *params))
+    return unpack(Adjoint.apply(problem, backwards, t, x0, *params))
 # fmt: on
+
+
+class Checkpoint(torch.autograd.Function):
+    """Replays the accepted steps backwards: ∂L/∂x = (∂x₁/∂x)ᵀ ∂L/∂x₁, one step at a time."""
+
+    @staticmethod
+    def forward(ctx, problem, t, x0, *params):
+        grid, states = [], []
+
+        def visit(accepted):
+            grid.append(accepted[:4])  # t, t1, h, entries
+            states.append(accepted.x)
+
+        xs = solve(problem, x0, list_times(t, problem), visit)
+        ctx.problem, ctx.grid, ctx.count = problem, grid, len(params)
+        ctx.save_for_backward(t, *params, *states)
+        return xs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):  # g is (len(t), *x.shape)
+        problem = replace(ctx.problem, stats=Stats())
+        t, *saved = ctx.saved_tensors
+        params, states = saved[: ctx.count], saved[ctx.count :]
+        sources = [t.detach().requires_grad_(ctx.needs_input_grad[1]), *params]
+        gx, totals = torch.zeros_like(g[0]), [torch.zeros_like(source) for source in sources]
+        with torch.enable_grad():
+            ts = list_times(sources[0], problem, sources[0].requires_grad)
+            grid = grid_of_times(problem, ctx.grid, ts)
+        for (t, t1, h, entries), x in zip(reversed(grid), reversed(states)):
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                x1, k = step(problem, problem.tableau, t, t1, h, x, [problem(t, x)])
+                replayed = Step(t, t1, h, entries, x, x1, k)
+                ys = [x1, *outputs(problem, replayed, ts)]
+            gx, *grads = gradients(ys, [x, *sources], [gx, *g[entries]], retain_graph=True)
+            totals = [a + b for a, b in zip(totals, grads)]
+        ctx.problem.stats.backward_nfe += problem.stats.nfe
+        return None, totals[0], gx + g[0], *totals[1:]
+
+
+def grid_of_times(problem, grid, ts):
+    """The steps as functions of ts: fixed ones divide intervals, adaptive ones move with ts[0]."""
+    if not problem.adaptive:
+        return list(fixed_grid(ts, count_fixed(ts, problem.step_size)))
+    shift = zero_with_gradient(ts[0])
+    return [(t + shift, t1 + shift, h, entries) for t, t1, h, entries in grid]
+
+
+class Adjoint(torch.autograd.Function):
+    """a(t) = ∂L/∂x(t) solves a' = −(∂f/∂x)ᵀ a from t_N back to t₀, and ∂L/∂θ = ∫ (∂f/∂θ)ᵀ a dt."""
+
+    @staticmethod
+    def forward(ctx, problem, backwards, t, x0, *params):
+        xs = solve(problem, x0, list_times(t, problem))
+        ctx.problem, ctx.backwards = problem, backwards
+        ctx.save_for_backward(t, xs, *params)
+        return xs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):  # g is (len(t), *x.shape)
+        t, xs, *params = ctx.saved_tensors
+        forwards = replace(ctx.problem, stats=Stats())
+        a, gparams = torch.zeros_like(xs[0]), xs.new_zeros(sum(p.numel() for p in params))
+        field, _, unpack = pack(adjoint_field(forwards.f, params), (a, a, gparams))
+        norm = adjoint_norm(forwards.norm, unpack, seminorm="norm" in ctx.backwards)
+        problem = Problem(field, forwards.stats, **{**ctx.backwards, "norm": norm})
+        ts, gt = list_times(t, problem), torch.zeros_like(t)
+        for i in range(len(ts) - 1, 0, -1):
+            if ctx.needs_input_grad[2]:  # y(tᵢ) moves along with its own time at speed f
+                gt[i] = (g[i] * forwards(ts[i], xs[i])).sum()
+            z = torch.cat([part.reshape(-1) for part in (xs[i], a + g[i], gparams)])
+            _, a, gparams = unpack(solve(problem, z, [ts[i], ts[i - 1]])[-1])
+        if ctx.needs_input_grad[2] and len(ts) > 1:  # a later start leaves out f at the start
+            gt[0] = -(a * forwards(ts[0], xs[0])).sum()
+        ctx.problem.stats.backward_nfe += forwards.stats.nfe
+        parts = zip(gparams.split([p.numel() for p in params]), params)
+        return None, None, gt, a + g[0], *(part.to(p.dtype).view_as(p) for part, p in parts)
+
+
+def adjoint_field(f, params):
+    """(x, a, ∂L/∂θ)'."""
+
+    def augmented(t, z):
+        x, a, _ = z
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            dx = f(t, x)
+        da, *dparams = gradients([dx], [x, *params], [-a])
+        dparams = [part.reshape(-1).to(x.dtype) for part in dparams]
+        return dx.detach(), da, torch.cat([z[2][:0], *dparams])
+
+    return augmented
+
+
+def adjoint_norm(norm, unpack, seminorm):
+    """The largest norm among the parts of (x, a, ∂L/∂θ), so that many do not hide few.
+
+    x and a have the norm of the solve forwards; ∂L/∂θ, its root mean square, or no part in it.
+    """
+
+    def largest(z):
+        x, a, gparams = unpack(z)
+        norms = [norm(x), norm(a), *([] if seminorm else [rms(gparams)])]
+        return torch.stack([torch.as_tensor(value, device=z.device) for value in norms]).max()
+
+    return largest
+
+
+def gradients(ys, xs, gs, **how):
+    """(∂ys/∂x)ᵀ gs for every x; 0 where x requires no gradient or ys do not depend on it."""
+    pairs = [(y, g) for y, g in zip(ys, gs) if y.requires_grad]
+    if not pairs:
+        return [torch.zeros_like(x) for x in xs]
+    (ys, gs), wanted = zip(*pairs), [x for x in xs if x.requires_grad]
+    found = iter(torch.autograd.grad(ys, wanted, gs, materialize_grads=True, **how))
+    return [next(found) if x.requires_grad else torch.zeros_like(x) for x in xs]
+
+
+# --------------------------------------------------------------------- arguments and their checks
+
+
+def describe(x):
+    return (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else type(x)
+
+
+def show(*xs):
+    return " and ".join(
+        f"a tensor of shape {tuple(x.shape)}, {str(x.dtype).removeprefix('torch.')}, {x.device}"
+        if isinstance(x, Tensor)
+        else f"a {type(x).__name__}"
+        for x in xs
+    )
+
+
+def pack(f, y0):
+    """f and y0 on one tensor, and the way back. A tuple is flattened; a tensor stays as it is.
+
+    f runs under the autocast of this call, also in a backward pass, and returns y0's dtype.
+    """
+    single, parts = isinstance(y0, Tensor), y0 if isinstance(y0, tuple) and y0 else (y0,)
+    for part in parts:
+        if not isinstance(part, Tensor) or not part.is_floating_point():
+            raise ValueError(f"y0 must be floating point tensors, not {show(part)}")
+        if describe(part)[1:] != describe(parts[0])[1:]:
+            raise ValueError(f"y0 must have one dtype and one device, not {show(parts[0], part)}")
+    sizes, like = [part.numel() for part in parts], [describe(part) for part in parts]
+    device, dtype = parts[0].device.type, parts[0].dtype
+    mixed = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    lower = torch.get_autocast_dtype(device) if mixed else None
+
+    def unpack(x):  # (..., numel) to a tuple of (..., *shape)
+        if single:
+            return x
+        pieces = zip(x.split(sizes, -1), parts)
+        return tuple(piece.reshape(x.shape[:-1] + part.shape) for piece, part in pieces)
+
+    def packed(t, x):
+        with torch.autocast(device, lower) if mixed else nullcontext():
+            dy = f(t, unpack(x))
+        dy = dy if isinstance(dy, tuple | list) and not single else (dy,)
+        dy = [d.to(dtype) if mixed and isinstance(d, Tensor) else d for d in dy]
+        if [describe(d) for d in dy] != like:
+            raise ValueError(f"f must return {show(*parts)} like y0, but returned {show(*dy)}")
+        return dy[0] if single else torch.cat([d.reshape(-1) for d in dy])
+
+    return packed, y0 if single else torch.cat([part.reshape(-1) for part in parts]), unpack
+
+
+# Options of torchdiffeq that are not here may be given at their defaults.
+DEFAULTS = {
+    "first_step": None, "step_size": None, "min_step": 0, "max_step": math.inf, "safety": 0.9,
+    "ifactor": 10.0, "dfactor": 0.2, "max_num_steps": 2**31 - 1, "dtype": torch.float64,
+    "step_t": None, "jump_t": None, "perturb": False, "grid_constructor": None, "interp": "linear",
+}  # fmt: skip
+INSTEAD = "use tolerances, times of a grid as t, or one call from each jump to the next"
+CALLBACKS = [f"callback_{name}" for name in ("step", "accept_step", "reject_step")]
+CALLBACKS += [f"{name}_adjoint" for name in CALLBACKS]
+
+
+def number(value):
+    """A number of Python, numpy or a 0-dim tensor as a float; NaN if it is none."""
+    value = value.item() if getattr(value, "ndim", None) == 0 else value
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def settings(method, rtol, atol, options, prefix=""):
+    """Check how to solve; returns it as fields of a Problem."""
+    if method not in list(METHODS):
+        raise ValueError(f"{prefix}method must be one of {', '.join(METHODS)}, not {method!r}")
+    for what, value in (("rtol", rtol), ("atol", atol)):
+        if not 0 <= number(value) < math.inf:
+            raise ValueError(f"{prefix}{what} must be a finite number of at least 0, not {value!r}")
+    tableau, rtol, atol = METHODS[method], number(rtol), number(atol)
+    if tableau.b_err and rtol == atol == 0:
+        raise ValueError(f"{prefix}rtol and {prefix}atol must not both be 0: no step would do")
+    if not isinstance(options, dict):
+        raise ValueError(f"{prefix}options must be a dict or None, not {options!r}")
+    size = "first_step" if tableau.b_err else "step_size"
+    known = {  # what a value must be, and whether it is
+        "max_steps": ("a positive integer", lambda value: isinstance(value, int) and value > 0),
+        size: ("a positive number", lambda value: 0 < number(value) < math.inf),
+    }
+    if tableau.b_err:
+        semi = "'seminorm'", lambda value: value == "seminorm"
+        known["norm"] = semi if prefix else ("a function of a state", callable)
+    fields = {"tableau": tableau, "rtol": rtol, "atol": atol}
+    for what, value in options.items():
+        name = f"{prefix}options[{what!r}]"
+        if getattr(value, "ndim", 0) == 0 and value == DEFAULTS.get(what, math.nan):
+            continue
+        if what not in known:
+            raise ValueError(f"{name} is none of {method}'s: {', '.join(known)}; else {INSTEAD}")
+        must, fits = known[what]
+        if not fits(value):
+            raise ValueError(f"{name} must be {must}, not {value!r}")
+        fields[what] = number(value) if what == size else value
+    return fields
+
+
+def set_up(f, y0, t, rtol, atol, method, options, stats, event_fn=None):
+    """Check every argument; returns the Problem, y0 as one tensor and the way back."""
+    if event_fn is not None:
+        raise ValueError("event_fn is not supported: look for the event in the states at many t")
+    for name in CALLBACKS:
+        if hasattr(f, name):
+            raise ValueError(f"f.{name} would never be called: use stats=Stats() to count steps")
+    fields = settings(method, rtol, atol, {} if options is None else options)
+    f, x0, unpack = pack(f, y0)
+    if "norm" in fields:
+        norm = fields["norm"]
+        fields["norm"] = lambda x: norm(unpack(x))
+    problem = Problem(f, Stats() if stats is None else stats, **fields)
+    check_times(t, x0, problem)
+    return problem, x0, unpack
+
+
+def check_times(t, x, problem):
+    if not isinstance(t, Tensor) or t.dim() != 1 or not t.is_floating_point() or len(t) == 0:
+        raise ValueError(f"t must be a 1-D floating point tensor, and not empty, not {show(t)}")
+    if t.device.type != "cpu" and t.device != x.device:
+        raise ValueError(f"t must be on the cpu or on y0's device {x.device}, not on {t.device}")
+    ts = list_times(t, problem)
+    if isinstance(ts[0], float):
+        gaps = [b - a for a, b in pairwise(ts)]
+        one_way = all(gap > 0 for gap in gaps) or all(gap < 0 for gap in gaps)
+        if not one_way or not all(map(math.isfinite, (*ts, ts[-1] - ts[0]))):
+            raise ValueError(f"t must be finite and strictly increasing or decreasing, not {ts}")
+        if max(map(abs, ts)) > torch.finfo(x.dtype).max:
+            raise ValueError(f"t must be finite also in y0's {x.dtype}, in which f sees it: {ts}")
+
+
+def list_times(t, problem, differentiable=False):
+    """t as a list of floats, or of 0-dim float64 tensors where gradients or a GPU need that.
+
+    Fixed steps can work with times that the host has not read, so on a GPU they never wait for it.
+    """
+    unread = t.device.type != "cpu" and not problem.adaptive and not problem.step_size
+    return list(t.double().unbind()) if differentiable or unread else t.tolist()
 
 
 def trainable(f, params, argument):
     """The parameters that require a gradient: those of a module, or the tensors that were named."""
     if params is None and not isinstance(f, nn.Module):
-        raise ValueError(
-            f"{argument} is missing, and f is not an nn.Module whose parameters are known: name "
-            f"the tensors that f uses and that require a gradient, or () if there are none"
-        )
+        hint = "name the tensors that f uses and that require a gradient, or () if there are none"
+        raise ValueError(f"{argument} is missing, and f is not an nn.Module: {hint}")
     params = f.parameters() if params is None else params
     params = params if isinstance(params, Tensor) else list(params)
     if isinstance(params, Tensor) or not all(isinstance(p, Tensor) for p in params):
-        got = show(params) if isinstance(params, Tensor) else ", ".join(map(show, params))
+        got = show(params) if isinstance(params, Tensor) else show(*params)
         raise ValueError(f"{argument} must be a list or tuple of tensors, not {got}")
     params = [p for p in params if p.requires_grad]
     if torch.is_grad_enabled() and not all(p.is_leaf for p in params):
@@ -665,123 +748,3 @@ def check_independent(params, argument):
             if node is not None and node not in seen:
                 seen.add(node)
                 todo.append(node)
-
-
-class Checkpoint(torch.autograd.Function):
-    """Replays the accepted steps backwards: ∂L/∂x = (∂x₁/∂x)ᵀ ∂L/∂x₁, one step at a time."""
-
-    @staticmethod
-    def forward(ctx, problem, t, x0, *params):
-        grid, states = [], []
-
-        def visit(accepted):
-            grid.append((accepted.t, accepted.t1, accepted.h, accepted.entries))
-            states.append(accepted.x)
-
-        xs = solve(problem, x0, list_times(t, problem), visit)
-        ctx.problem, ctx.grid, ctx.count = problem, grid, len(params)
-        ctx.save_for_backward(t, *params, *states)
-        return xs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, g):  # g is (len(t), *x.shape)
-        problem = replace(ctx.problem, stats=Stats())
-        t, *saved = ctx.saved_tensors
-        params, states = saved[: ctx.count], saved[ctx.count :]
-        sources = [t.detach().requires_grad_(ctx.needs_input_grad[1]), *params]
-        gx, totals = torch.zeros_like(g[0]), [torch.zeros_like(source) for source in sources]
-        with torch.enable_grad():
-            ts = list_times(sources[0], problem, sources[0].requires_grad)
-            grid = grid_of_times(problem, ctx.grid, ts) if sources[0].requires_grad else ctx.grid
-        for (t, t1, h, entries), x in zip(reversed(grid), reversed(states)):
-            with torch.enable_grad():
-                x = x.detach().requires_grad_()
-                x1, k = step(problem, problem.tableau, t, t1, h, x, [problem(t, x)])
-                replayed = Step(t, t1, h, x, x1, k, entries)
-                ys = [x1, *outputs(problem, replayed, ts)]
-            gx, *grads = gradients(ys, [x, *sources], [gx, *g[entries]], retain_graph=True)
-            totals = [a + b for a, b in zip(totals, grads)]
-        ctx.problem.stats.backward_nfe += problem.stats.nfe
-        return None, totals[0], gx + g[0], *totals[1:]
-
-
-def grid_of_times(problem, grid, ts):
-    """The steps as functions of ts: fixed ones divide intervals, adaptive ones move with ts[0]."""
-    if not problem.adaptive:
-        return list(fixed_grid(ts, problem.step_size))
-    shift = zero_with_gradient(ts[0])
-    return [(t + shift, t1 + shift, h, entries) for t, t1, h, entries in grid]
-
-
-class Adjoint(torch.autograd.Function):
-    """a(t) = ∂L/∂x(t) solves a' = −(∂f/∂x)ᵀ a from t_N back to t₀, and ∂L/∂θ = ∫ (∂f/∂θ)ᵀ a dt."""
-
-    @staticmethod
-    def forward(ctx, problem, backwards, seminorm, t, x0, *params):
-        xs = solve(problem, x0, list_times(t, problem))
-        ctx.problem, ctx.backwards, ctx.seminorm = problem, backwards, seminorm
-        ctx.save_for_backward(t, xs, *params)
-        return xs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, g):  # g is (len(t), *x.shape)
-        t, xs, *params = ctx.saved_tensors
-        forwards = replace(ctx.problem, stats=Stats())
-        augmented, sizes = adjoint_field(forwards.f, xs[0], params)
-        norm = adjoint_norm(forwards.norm, xs[0].shape, sizes, ctx.seminorm)
-        problem = Problem(augmented, forwards.stats, norm=norm, **ctx.backwards)
-        ts, gt = list_times(t, problem), torch.zeros_like(t)
-        a, gparams = torch.zeros_like(xs[0]), xs.new_zeros(sizes[2])
-        for i in range(len(ts) - 1, 0, -1):
-            if ctx.needs_input_grad[3]:  # y(tᵢ) moves along with its own time at speed f
-                gt[i] = (g[i] * forwards(ts[i], xs[i])).sum()
-            z = torch.cat([xs[i].reshape(-1), (a + g[i]).reshape(-1), gparams])
-            _, a, gparams = solve(problem, z, [ts[i], ts[i - 1]])[-1].split(sizes)
-            a = a.view_as(xs[0])
-        if ctx.needs_input_grad[3] and len(ts) > 1:  # a later start leaves out f at the start
-            gt[0] = -(a * forwards(ts[0], xs[0])).sum()
-        ctx.problem.stats.backward_nfe += forwards.stats.nfe
-        parts = zip(gparams.split([p.numel() for p in params]), params)
-        return None, None, None, gt, a + g[0], *(part.to(p.dtype).view_as(p) for part, p in parts)
-
-
-def adjoint_field(f, x, params):
-    """z' for z = (x, a, ∂L/∂θ), and the sizes of its parts."""
-    sizes = [x.numel(), x.numel(), sum(p.numel() for p in params)]
-
-    def augmented(t, z):
-        y, a, _ = z.split(sizes)
-        with torch.enable_grad():
-            y = y.view_as(x).detach().requires_grad_()
-            dy = f(t, y)
-        grads = gradients([dy], [y, *params], [-a.view_as(x)])
-        return torch.cat([part.detach().reshape(-1).to(z.dtype) for part in (dy, *grads)])
-
-    return augmented, sizes
-
-
-def adjoint_norm(norm, shape, sizes, seminorm):
-    """The largest norm among the parts of z, so that many do not hide few.
-
-    x and a have the norm of the solve forwards; the parameters' gradients, their root mean square,
-    or no part in it with seminorm.
-    """
-
-    def largest(z):
-        x, a, gparams = z.split(sizes)
-        norms = [norm(x.view(shape)), norm(a.view(shape)), *([] if seminorm else [rms(gparams)])]
-        return torch.stack([torch.as_tensor(value, device=z.device) for value in norms]).max()
-
-    return largest
-
-
-def gradients(ys, xs, gs, **how):
-    """(∂ys/∂x)ᵀ gs for every x; 0 where x requires no gradient or ys do not depend on it."""
-    pairs = [(y, g) for y, g in zip(ys, gs) if y.requires_grad]
-    if not pairs:
-        return [torch.zeros_like(x) for x in xs]
-    (ys, gs), wanted = zip(*pairs), [x for x in xs if x.requires_grad]
-    found = iter(torch.autograd.grad(ys, wanted, gs, materialize_grads=True, **how))
-    return [next(found) if x.requires_grad else torch.zeros_like(x) for x in xs]

@@ -3,7 +3,6 @@
 Every state is one float64 tensor, so that all libraries measure errors in the same norm.
 """
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import data
-from exnode import SetClassifier, SetFlow, TemporalSetVAE
+import exnode
+from exnode import SetFlow
 
 PRETRAINED = Path(__file__).parent.parent / "pretrained"
 F64 = torch.float64
@@ -56,18 +56,8 @@ def networks():
 # ---------------------------------------------------------------------------- this project's models
 
 
-def trained(run, make):
-    """The best weights of pretrained/run in the model that `make` builds from its config."""
-    folder = PRETRAINED / run
-    state = torch.load(folder / "best.pt", map_location="cpu", weights_only=True)["model"]
-    model = make(json.loads((folder / "config.json").read_text()), state)
-    model.load_state_dict(state)
-    return model.double().eval().requires_grad_(False)
-
-
-def flow_of(config, state):
-    kind = {key: config[key] for key in ("blocks", "hidden", "heads", "field", "fine", "cells")}
-    return SetFlow(len(state["mean"]), time=config["time"], trace="exact", **kind)
+def trained(run):
+    return exnode.load(PRETRAINED / run).double().requires_grad_(False)
 
 
 def value(field, context=None):
@@ -76,11 +66,10 @@ def value(field, context=None):
 
 def with_log_det(block, x, noise):
     """The field of (x, log det) as one vector, and where it starts."""
-    f = block.augmented(None, None, noise)
 
     def flat(t, y):
-        dx, trace = f(t, (y[: x.numel()].view_as(x), y[x.numel() :]))
-        return torch.cat([dx.flatten(), trace.flatten()])
+        dx, je = block.field.value_and_jvp(t, y[: x.numel()].view_as(x), noise)
+        return torch.cat([dx.flatten(), (noise * je).sum((-2, -1)).mean(0)])
 
     return flat, torch.cat([x.flatten(), x.new_zeros(len(x))])
 
@@ -97,7 +86,7 @@ def models(chain_steps):
             name = f"chain, {label} weights"
             yield Problem("models", name, f, y0, 0.0, 0.5)
     for run, x in (("mnist", digits), ("chair", torch.randn(1, 64, 3, dtype=F64))):
-        flow = trained(run, flow_of)
+        flow = trained(run)
         f = value(flow.blocks[0].field)
         yield Problem("models", f"{run}, encode", f, flow.to_units(x), 0.0, 0.5)
         z = torch.randn(x.shape, dtype=F64)
@@ -119,8 +108,7 @@ def chains(steps):
 
 
 def classifier():
-    make = lambda config, state: SetClassifier(3, len(state["head.3.bias"]))  # noqa: E731
-    model = trained("shapes", make)
+    model = trained("shapes")
     torch.manual_seed(0)
     x = torch.randn(2, 50, 3, dtype=F64)
     x = x / x.norm(dim=-1, keepdim=True)
@@ -130,11 +118,7 @@ def classifier():
 
 
 def temporal(digits):
-    def make(config, state):
-        kind = {key: config[key] for key in ("latent", "decoder", "hidden")}
-        return TemporalSetVAE(2, frequencies=len(state.get("frequencies", ())), **kind)
-
-    model = trained("turning", make)
+    model = trained("turning")
     torch.manual_seed(0)
     z0 = torch.randn(2, model.latent, dtype=F64)
     yield Problem("models", "latent ODE", model.dynamics, z0, 0.0, 1.0)

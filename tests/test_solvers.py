@@ -215,18 +215,6 @@ def test_linear_system_is_solved_by_the_matrix_exponential(dtype, seed, dim, ts,
     close(ys.double(), exact, 100 * tol * exact.abs().max().item())
 
 
-@pytest.mark.parametrize("ts", [(0, 1, 4), (0, -0.5, -3), (4, 1, 0)])
-def test_logistic_curve_is_followed_forward_and_backward(ts):
-    y0, exact = torch.sigmoid(times(ts[0])), torch.sigmoid(times(*ts))
-    close(odeint(lambda t, y: y * (1 - y), y0, times(*ts), rtol=1e-9)[:, 0], exact, 1e-7)
-
-
-@pytest.mark.parametrize("end", [20 * math.pi, -20 * math.pi])
-def test_harmonic_oscillator_returns_after_ten_periods(end):
-    y = odeint(lambda t, y: y.flip(0) * times(1, -1), times(1, 0), times(0, end), rtol=1e-8)[-1]
-    close(y, times(1, 0), 1e-5)
-
-
 # ----------------------------------------------------------------------------------- properties
 
 
@@ -236,16 +224,6 @@ def test_there_and_back_returns_to_the_start(seed, ts):
     solve = partial(odeint, f, rtol=1e-9, atol=1e-9)
     there = solve(y0, times(*ts))
     close(solve(there[-1], times(*ts).flip(0)).flip(0), there, 1e-6)
-
-
-@all_methods
-@given(seed=SEEDS, ts=TIMES, u=st.floats(-2, 2), v=st.floats(-2, 2))
-@settings(max_examples=10)
-def test_linear_field_keeps_linear_combinations(method, seed, ts, u, v):
-    torch.manual_seed(seed)
-    A, (y, z) = torch.randn(2, 2, dtype=F64), torch.randn(2, 2, dtype=F64)
-    solve = partial(odeint, lambda t, y: A @ y * t.cos(), t=times(*ts), method=method)
-    close(solve(y0=u * y + v * z), u * solve(y0=y) + v * solve(y0=z), 1e-6)
 
 
 @all_methods
@@ -373,18 +351,21 @@ def test_first_step_is_right_also_from_rest_and_from_zero():
 
 
 @pytest.mark.parametrize("h", [0.3, -0.3])
-def test_prediction_is_that_of_a_solution_with_one_time_scale(h):
-    rate, x, tol = -0.7, times(2, 4), 1e-4
-    problem = solvers.Problem(decay, Stats(), DOPRI5, tol, tol)
-    scale, k1 = tol + tol * x, rate * x
+@pytest.mark.parametrize(("tol", "rate"), [(1e-4, -0.7), (1.0, -3.0)])
+def test_prediction_is_that_of_a_solution_with_one_time_scale(h, tol, rate):
+    x, size = times(2, -4), times(2, 4)
+    problem = solvers.Problem(decay, Stats(), DOPRI5, tol, tol / 2)
+    k1 = rate * x
     k2 = rate * (x + h / 5 * k1)
-    speed = max((k1 / scale).square().mean().sqrt(), (k2 / scale).square().mean().sqrt())
-    bend = 5 * (k2 - k1).div(scale).square().mean().sqrt() / speed
-    expected = 0.0025 * abs(h) * speed * bend**4
-    assert solvers.predicted_ratio(problem, h, scale, k1, k2) == pytest.approx(expected.item())
-    assert solvers.predicted_ratio(problem, h, scale, 0 * k1, 0 * k1) == 0
+    measure = lambda v: v.div(tol / 2 + tol * size).square().mean().sqrt().item()  # noqa: E731
+    speed = max(measure(k1), measure(k2))
+    bend = 5 * measure(k2 - k1) / speed
+    expected = max(0.0025 * abs(h) * speed * bend**4, min(0.3 * (bend / 0.7) ** 5, 1))
+    assert (expected > 0.3) == (abs(rate) > 1)
+    assert solvers.predicted_ratio(problem, h, x, k1, k2) == pytest.approx(expected)
+    assert solvers.predicted_ratio(problem, h, x, 0 * k1, 0 * k1) == 0
     for value in (math.inf, math.nan):
-        assert solvers.predicted_ratio(problem, h, scale, k1, k2 * value) == math.inf
+        assert solvers.predicted_ratio(problem, h, x, k1, k2 * value) == math.inf
 
 
 def test_prediction_is_within_a_factor_of_three_for_a_network():
@@ -395,18 +376,34 @@ def test_prediction_is_within_a_factor_of_three_for_a_network():
             k = [problem(0.0, y0)]
             x1, k = solvers.step(problem, DOPRI5, 0.0, h, h, y0, k)
             k.append(problem(h, x1))
-            predicted = solvers.predicted_ratio(problem, h, tol + tol * y0.abs(), *k[:2])
+            predicted = solvers.predicted_ratio(problem, h, y0, *k[:2])
             found = solvers.error_ratio(problem, y0, x1, h, k)
         assert 1 / 3 < predicted / found < 3
 
 
-def test_controller_takes_the_next_size_from_two_errors_within_limits():
-    for ratio, previous in ((0.5, 1.0), (0.01, 0.2), (3.0, 1.0)):
-        expected = 2 * 0.9 * ratio**-0.22 * previous**0.02
-        assert solvers.next_size(-2.0, ratio, previous, 10) == pytest.approx(expected)
-    assert solvers.next_size(2.0, 0.0, 0.0, 10) == 20
-    assert solvers.next_size(2.0, math.inf, 1.0, 10) == pytest.approx(0.4)
-    assert solvers.next_size(2.0, 1e-3, 1.0, 1) == 2
+def test_controller_takes_the_next_size_from_the_error_within_limits():
+    for ratio in (0.5, 0.01, 3.0):
+        expected = 2 * 0.9 * ratio**-0.2
+        assert solvers.next_size(-2.0, ratio, 10) == pytest.approx(expected)
+    assert solvers.next_size(2.0, 0.0, 10) == 20
+    assert solvers.next_size(2.0, math.inf, 10) == pytest.approx(0.4)
+    assert solvers.next_size(2.0, 1e-3, 1) == 2
+
+
+def test_first_step_of_a_field_that_jumps_is_looked_for_twice_and_no_more():
+    f = Calls(lambda t, y: torch.where(t > 0, y, -y))  # x' changes by as much in any time
+    how = {"rtol": 1e-2, "atol": 1e-2, "options": {"max_steps": 1}}
+    with pytest.raises(SolverError, match="max_steps"):
+        odeint(f, times(1), times(0, 1), **how)
+    assert len(f) == 1 + 2 + 6
+    assert len(set(f[1:4])) == 3
+
+
+@pytest.mark.parametrize("tol", [1e-3, 1e-2, 1.0])
+def test_first_step_stays_within_the_time_scale_however_loose_the_tolerance(tol):
+    f = Calls(lambda t, y: y.flip(0) * times(-1, 1))  # turns by 1 in a time of 1
+    odeint(f, times(1, 1), times(0, 20), rtol=tol, atol=tol)
+    assert 0.25 < max(f[1:7]) <= 0.7
 
 
 @pytest.mark.parametrize("way", [1, -1])
@@ -897,7 +894,7 @@ BAD = [  # the argument, its value, what the message says about it, and other ar
     ("t", times(0, 1)[None], r"1-D .*\(1, 2\)", {}),
     ("t", times(0)[0], "1-D", {}),
     ("t", torch.tensor([0, 1]), "floating point .*int64", {}),
-    ("t", [0.0, 1.0], "tensor, not a list", {}),
+    ("t", [0.0, 1.0], "tensor.* not a list", {}),
     ("t", times(0, math.nan), "finite .*nan", {}),
     ("t", times(math.nan), "finite .*nan", {}),
     ("t", times(0, math.inf), "finite .*inf", {}),
@@ -921,15 +918,15 @@ BAD = [  # the argument, its value, what the message says about it, and other ar
     ("method", "rk9", "dopri5, rk5, not 'rk9'", {}),
     ("t", times(-1.7e308, 1.7e308), "finite", {}),
     ("t", times(0, 1e300), "torch.float32.*1e[+]300", {"y0": torch.ones(2)}),
-    ("options", {"step": 1}, "'step'.*max_steps, first_step, norm$", {}),
+    ("options", {"step": 1}, "'step'.*max_steps, first_step, norm;", {}),
     ("options", {"step_size": 0.1}, "'step_size'.*dopri5.*first_step", {}),
     ("options", {"first_step": 0.1}, "'first_step'.*rk4.*step_size", RK4),
-    ("options", {"jump_t": times(0.5)}, "use one call from each jump to the next instead", {}),
-    ("options", {"grid_constructor": lambda *_: Y}, "use the times of the grid as t", RK4),
-    ("options", {"max_num_steps": 9}, "use max_steps instead", {}),
-    ("options", {"perturb": True}, "use one call", RK4),
+    ("options", {"jump_t": times(0.5)}, "one call from each jump to the next", {}),
+    ("options", {"grid_constructor": lambda *_: Y}, "use .*times of a grid as t", RK4),
+    ("options", {"max_num_steps": 9}, "dopri5's: max_steps", {}),
+    ("options", {"perturb": True}, "one call from each jump", RK4),
     ("options", {"step": ""}, "'step'", {}),
-    ("options", {"interp": "cubic"}, "use every time", RK4),
+    ("options", {"interp": "cubic"}, "rk4's: max_steps, step_size;", RK4),
     ("options", [], "dict.*not \\[\\]", {}),
     ("options", {"step_size": 0}, "step_size.* positive", RK4),
     ("options", {"step_size": "1"}, "step_size.*'1'", RK4),
