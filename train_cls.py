@@ -24,6 +24,7 @@ Departures from the paper
 """
 
 import argparse
+import copy
 import itertools
 import math
 import sys
@@ -41,7 +42,7 @@ from support import options, pictures, training
 from support.splits import UNLABELLED
 
 MODEL_OPTIONS = (*options.DATA, "category", "points", "model", "valid", "seed")
-TRAINING = ("augment", "valid", "smoothing", "finetune")  # without a meaning for --evaluate
+TRAINING = ("augment", "valid", "smoothing", "stages", "finetune")  # mean nothing to --evaluate
 INTERVALS = 6  # of the run, each with half the learning rate of the one before
 UNIT_SETS = 2000  # training sets of a person's own that give the first layer its units
 RENEWED = 20  # batches that batch normalisation's statistics are computed from anew
@@ -70,6 +71,11 @@ def parse(argv=None):
     add = parser.group("ours")
     help = "Share of each label that is spread over all classes."
     add("--smoothing", type=number(float, 0, below=1), default=0.0, help=help)
+    help = "Products in bfloat16, where the device has it; elsewhere all is in float32."
+    add("--amp", action=argparse.BooleanOptionalAction, default=False, help=help)
+    help = "Train in stages, each from the best weights of the one before: points:epochs or"
+    help += " points:epochs:lr for each, such as 50:30,100:19:5e-4. Only the last is tested."
+    add("--stages", type=stages, metavar="N:E,N:E:LR", help=help)
     help = "Start from the best weights of a RUN, whose data and model options are the defaults."
     add("--finetune", type=options.path, metavar="RUN", help=help)
     add = parser.group("from a finished run")
@@ -79,6 +85,23 @@ def parse(argv=None):
     help = "With --evaluate, test the last weights in place of the best."
     add("--last", action="store_true", help=help)
     return check(parser, parser.parse_args(argv), argv)
+
+
+def stages(text):
+    """An argparse type: the text itself, if `read_stages` can read it."""
+    read_stages(text)
+    return text
+
+
+def read_stages(text):
+    """[(points, epochs, lr or None), …] of "points:epochs,points:epochs:lr"."""
+    count, rate = options.number(int, 1, below=10**9), options.number(float, 0, below=1e38)
+    found = []
+    for part in text.split(","):
+        points, epochs, *rest = part.split(":")
+        (lr,) = map(rate, rest) if rest else [None]
+        found.append((count(points), count(epochs), lr))
+    return found
 
 
 def check(parser, args, argv):
@@ -93,9 +116,13 @@ def check(parser, args, argv):
     if args.load:
         return options.parse_finished(args.load, parser, argv, more=TRAINING)
     if options.goes_on(args):
-        return options.parse_as_in(args.out, parser, argv)
-    if args.finetune:
-        return options.parse_as_in(args.finetune, parser, argv, MODEL_OPTIONS)
+        args = options.parse_as_in(args.out, parser, argv)
+    elif args.finetune:
+        args = options.parse_as_in(args.finetune, parser, argv, MODEL_OPTIONS)
+    if args.stages:
+        names = ("points", "epochs", "minutes")
+        options.refuse(parser, args, names, "is for one stage: --stages has its own")
+        args.points, args.epochs, _ = read_stages(args.stages)[-1]
     return args
 
 
@@ -151,7 +178,8 @@ def confusion_matrix(model, split, batch_size, world):
     size, loss = len(split.classes), torch.zeros((), dtype=torch.float64, device=world.device)
     counts = torch.zeros(size * size, dtype=torch.int64, device=world.device)
     for batch in data.batches(split, batch_size, training=False, workers=1, **world.share):
-        logits = model(batch.x, batch.mask)
+        with world.autocast():
+            logits = model(batch.x, batch.mask).float()
         pair = batch.label * size + logits.argmax(-1)
         counts += torch.bincount(pair, minlength=size * size)
         loss += F.cross_entropy(logits, batch.label, reduction="sum")
@@ -174,20 +202,53 @@ def test_metrics(model, split, batch_size, world):
     }
 
 
-def renew_statistics(model, batches):
+def renew_statistics(model, batches, world):
     """Batch normalisation as the weights now have it, from RENEWED training batches."""
     some = itertools.islice(batches(0, 0), RENEWED)
-    training.renew_statistics(model, some, lambda model, batch: model(batch.x, batch.mask))
+    with world.autocast():
+        training.renew_statistics(model, some, lambda model, batch: model(batch.x, batch.mask))
 
 
 def train(args):
     """One run: train, select, test; the contents of its results.json."""
     world = training.connect(args)
     with training.directory(args, world, "accuracy") as results:
-        return results or train_here(args, world)
+        return results or train_in_stages(args, world)
 
 
-def train_here(args, world):
+def train_in_stages(args, world):
+    """Each of --stages from the best weights of the one before; the last is tested."""
+    *before, last = each_stage(args)
+    found = []
+    for stage in before:
+        with training.directory(stage, world, "best") as results:
+            found.append(results or train_stage(stage, world)[0].finish(None))
+    run, test = train_stage(last, world)
+    metrics = test_metrics(run.model, test, args.batch_size, world)
+    training.say(f"test accuracy {metrics['accuracy']:.4f}")
+    if world.rank == 0:
+        draw_confusion(Path(args.out) / "confusion.png", metrics, args.model)
+    earlier = [{k: results[k] for k in ("best", "epochs", "seconds")} for results in found]
+    return run.finish(metrics, test_sets=len(test), **({"earlier": earlier} if earlier else {}))
+
+
+def each_stage(args):
+    """The options of each stage: a run in a folder of its own, the last of them in --out itself."""
+    if not args.stages:
+        return [args]
+    found = []
+    for k, (points, epochs, lr) in enumerate(read_stages(args.stages), 1):
+        stage = copy.copy(args)
+        stage.points, stage.epochs, stage.lr = points, epochs, args.lr if lr is None else lr
+        stage.finetune = found[-1].out if found else args.finetune
+        stage.stages, stage.out = None, str(Path(args.out) / f"stage{k}")
+        found.append(stage)
+    stage.stages, stage.out = args.stages, args.out
+    return found
+
+
+def train_stage(args, world):
+    """The Run, with its best weights, and the test sets, which nothing has read."""
     splits = load_checked(args, world)
     if world.rank == 0:
         training.write_sets(args.out, splits.train)
@@ -203,23 +264,21 @@ def train_here(args, world):
             exnode.start_in_units(model.expand[0], *given)
 
     def loss(model, batch):
-        logits = model(batch.x, batch.mask)
+        with world.autocast():
+            logits = model(batch.x, batch.mask).float()
         return F.cross_entropy(logits, batch.label, label_smoothing=args.smoothing)
 
     def evaluate(model):
-        renew_statistics(model, batches)
+        renew_statistics(model, batches, world)
         counts, loss = confusion_matrix(model, splits.valid, args.batch_size, world)
         return {"valid_accuracy": counts.trace().item() / len(splits.valid), "valid_loss": loss}
 
     make, steps = partial(make_model, args, splits.train), data.steps(splits.train, args.batch_size)
     run = training.begin(args, world, make, start, steps, INTERVALS)
     run.fit(loss, batches, evaluate, best="valid_accuracy")
-    metrics = test_metrics(run.model, splits.test, args.batch_size, world)
-    training.say(f"test accuracy {metrics['accuracy']:.4f}")
     if world.rank == 0:
         draw_curves(Path(args.out), args.model)
-        draw_confusion(Path(args.out) / "confusion.png", metrics, args.model)
-    return run.finish(metrics, test_sets=len(splits.test))
+    return run, splits.test
 
 
 def draw_curves(out, title):
@@ -242,7 +301,7 @@ def evaluate_only(args):
     (training.load_last if args.last else training.load_best)(model, args.load)
     model.to(world.device).eval()
     if args.last:  # the best have their statistics from the evaluation that found them
-        renew_statistics(model, draw_batches(args, splits.train, world))
+        renew_statistics(model, draw_batches(args, splits.train, world), world)
     test = test_metrics(model, splits.test, args.batch_size, world)
     training.say(f"test accuracy {test['accuracy']:.4f}")
     results = training.write_evaluation(test, args, world)
@@ -264,7 +323,7 @@ def score(args):
     model.to(world.device)
     batches = data.batches(split, args.batch_size, training=False, device=world.device)
     total = data.steps(split, args.batch_size, training=False)
-    with torch.no_grad():
+    with torch.no_grad(), world.autocast():
         parts = [model(b.x, b.mask).softmax(-1) for b in training.watch("sets", batches, total)]
     shares = torch.cat(parts).cpu()
     best = [classes[k] for k in shares.argmax(-1)]

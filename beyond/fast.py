@@ -233,7 +233,9 @@ class FastDeepSetsField(DeepSetsField):
         h = self.network.first(x, extra)
         for layer in before[1:]:
             h = layer(torch.tanh(h))
-        below = BelowMax.apply(mask, torch.tanh(h), last.weight, last.bias, self.out.weight)
+        y = torch.tanh(h)
+        given = (a.to(y.dtype) for a in (last.weight, last.bias, self.out.weight))  # of an autocast
+        below = BelowMax.apply(mask, y, *given)
         return keep(below + self.out.bias, mask)
 
 

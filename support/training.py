@@ -504,9 +504,10 @@ class Run:
             raise ValueError(f"impossible {', '.join(wrong)}")
 
     def finish(self, test, **more):
-        """Write and return results.json."""
+        """Write and return results.json; test is None for a run that others go on from."""
         parameters = sum(p.numel() for p in self.model.parameters())
-        results = {"test": test, "parameters": parameters, **more, "best": self.best}
+        results = {} if test is None else {"test": test}
+        results |= {"parameters": parameters, **more, "best": self.best}
         results |= {"best_step": self.best_step, "steps": self.step}
         results |= {"epochs": self.step / self.steps, "seconds": round(self.clock, 1)}
         results["commit"] = ", ".join(filter(None, self.commits)) or None
