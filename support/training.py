@@ -331,7 +331,8 @@ class Run:
         loss, clock, stop = (self.world.sum(told) / self.world.size).tolist()
         if not math.isfinite(loss + norm):
             raise FloatingPointError(f"loss is {loss:g} and the norm of its gradient {norm:g}")
-        self.optimizer.step()
+        with self.world.autocast():  # for the products of Muon
+            self.optimizer.step()
         if self.average:
             decay = min(self.decay, (1 + self.step) / (10 + self.step))  # forget the start sooner
             blend(self.average, self.model.state_dict(), 1 - decay)
