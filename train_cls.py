@@ -4,6 +4,7 @@
     python train_cls.py --data modelnet --model exnode-attention --runs 5 --cuda
     python train_cls.py --data modelnet --epochs 10 --batch-size 32 --optimizer muon \\
         --schedule one-cycle --ema 0.99 --smoothing 0.1         half an hour on one core
+    python train_cls.py --data modelnet --stages 50:30,100:19:5e-4 --runs 3 --amp    points:epochs:lr
     python train_cls.py --finetune runs/cls --no-augment --lr 3e-4 --epochs 8 --out runs/fine
     python train_cls.py --load runs/cls --evaluate --points 1000
 
@@ -18,6 +19,9 @@ Departures from the paper
   fixed draw of points per shape; accuracy is over all shapes, not a mean of batch means.
 - Muon, one cycle of the learning rate, averaged weights and smoothed labels are options for when
   120 epochs are too long; what they reach is in the README. The defaults are the paper's recipe.
+- `--amp` computes matrix products in bfloat16, in training and in evaluations; weights, statistics,
+  the state of the ODE and the loss stay in float32. Where a device lacks it, one line says so and
+  all is in float32. `--stages` trains with few points first: only the last stage reads the test.
 - Before an evaluation the statistics of batch normalisation are computed anew from RENEWED training
   batches: those of training lag behind the weights, and averaged weights never had any.
 - "Halved every 20 epochs" is "after each sixth of the run", so that any budget has all of it.
