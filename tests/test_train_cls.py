@@ -68,6 +68,22 @@ def test_models_have_the_sizes_of_table_1(model):
     assert sum(p.numel() for p in exnode.CLASSIFIERS[model](3, 40).parameters()) == sizes[model]
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("model", exnode.CLASSIFIERS)
+def test_at_the_start_the_units_of_the_data_do_not_matter(model, masked):
+    found = []
+    for scale, shift in ((1.0, 0.0), (100.0, 300.0), (0.01, -0.02)):
+        torch.manual_seed(0)
+        classifier = exnode.CLASSIFIERS[model](3, 5).double().eval()
+        x, mask = scale * torch.randn(20, 9, 3).double() + shift, torch.rand(20, 9) < 0.7
+        mask[:, 0] = True
+        given = x, (mask if masked else None)
+        train_cls.start_in_units(classifier, *given)
+        found.append(classifier(*given))
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
+
+
 def test_a_run_stopped_by_sigterm_within_an_epoch_resumes_to_the_same_numbers(whole, tmp_path):
     reference, results = whole
     out = tmp_path / "run"
