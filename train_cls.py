@@ -137,7 +137,10 @@ def check(parser, args, argv):
 def check_memory(args, world, points):
     """An error if a batch at once takes more memory than there is."""
     sets = args.batch_size // world.size
-    need = 4 * KEPT[args.model] * sets * points // (2 if args.load else 1)
+    kept = KEPT[args.model]
+    if world.amp and args.model == "exnode-attention":  # four n x n matrices for each of four heads
+        kept += 8 * points
+    need = 4 * kept * sets * points // (2 if args.load else 1)
     training.check_memory(need, world, f"{sets} sets of {points} points at once")
 
 

@@ -247,6 +247,29 @@ def test_amp_trains_and_tests_in_bfloat16(tmp_path, monkeypatch):
     assert {v.dtype for v in kept["model"].values()} == {torch.float32, torch.int64}
 
 
+def test_amp_counts_the_matrices_of_attention_in_memory(monkeypatch):
+    args = train_cls.parse(["--model", "exnode-attention", "--batch-size", "2"])
+    asked = []
+    monkeypatch.setattr(training, "check_memory", lambda need, *_: asked.append(need))
+    for amp in (False, True):
+        train_cls.check_memory(args, training.World(torch.device("cpu"), amp=amp), 4096)
+    kept = []
+    torch.manual_seed(0)
+    model, x = exnode.CLASSIFIERS["exnode-attention"](3, 40), torch.randn(2, 512, 3)
+
+    def keep(tensor):
+        kept.append(tensor.untyped_storage())
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", torch.bfloat16):
+        model(x)
+    sizes = {part.data_ptr(): part.nbytes() for part in kept}
+    matrices = [size for size in sizes.values() if size == 2 * 2 * 4 * 512**2]
+    assert len(matrices) == 4
+    assert asked[1] - asked[0] == sum(matrices) * (4096 / 512) ** 2
+
+
 def test_amp_without_bfloat16_is_one_line_and_float32(whole, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
     code, err = run_here(capsys, *SMALL, "--amp", "--out", tmp_path / "run")
