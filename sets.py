@@ -117,6 +117,7 @@ class PointNorm(nn.BatchNorm1d):
         if not self.training or (mask is None and self.total is None):
             return super().forward(x.reshape(-1, x.shape[-1])).view(x.shape)
         axes, total = tuple(range(x.dim() - 1)), self.total or (lambda statistic: statistic)
+        x = x.to(self.weight.dtype)  # sums need more than bfloat16
         n = total(keep(torch.ones_like(x[..., :1]), mask).sum())
         mean = total(keep(x, mask).sum(axes)) / n
         x = keep(x - mean, mask)
@@ -141,6 +142,9 @@ def merge_heads(x: Tensor) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """A v = softmax(q kᵀ / √h) v over the points that exist; over all in a set without points."""
+    if q.dtype == torch.bfloat16 and q.device.type == "cpu":  # torch's fused kernel is slower there
+        with torch.autocast("cpu", enabled=False):
+            return attention_weights(q, k, mask) @ v
     if mask is not None:
         mask = (mask | ~mask.any(-1, keepdim=True))[..., None, None, :]
     return F.scaled_dot_product_attention(q, k, v, mask)

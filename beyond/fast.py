@@ -179,49 +179,52 @@ class FastDeepSetsField(DeepSetsField):
         h = self.network.first(x, extra)
         for layer in before[1:]:
             h = layer(torch.tanh(h))
-        below = BelowMax.apply(mask, torch.tanh(h), last.weight, last.bias, self.out.weight)
-        return keep(below + self.out.bias, mask)
+        y = torch.tanh(h)
+        given = (a.to(y.dtype) for a in (last.weight, last.bias, self.out.weight))  # of an autocast
+        return keep(BelowMax.apply(mask, y, *given) + self.out.bias, mask)
 
 
-def below_max(y, inner, bias, outer, mask=None):
-    """W (hᵢ − maxⱼ hⱼ),  h = V y + b, and where the maximum is attained."""
-    h = F.linear(y, inner, bias)
+def below_max(y, inner, outer, mask=None):
+    """W (hᵢ − maxⱼ hⱼ),  h = V y, and where the maximum is attained; a bias of h would cancel."""
+    h = y @ inner.T
     top, index = pool_max(h, mask)
     return (h - top) @ outer.T, top, index
 
 
 class BelowMax(torch.autograd.Function):
-    """f = W (hᵢ − maxⱼ hⱼ),  h = V y + b, without ever forming gh: with G = Σᵢ gfᵢ yᵢᵀ
+    """f = W (hᵢ − maxⱼ hⱼ),  h = V y, without ever forming gh: with G = Σᵢ gfᵢ yᵢᵀ
 
-        gy = (W V)ᵀ gf,   gV = Wᵀ G,   gW = G Vᵀ + Σ_sets (Σᵢ gfᵢ) (b − max h)ᵀ,   gb = 0,
+        gy = (W V)ᵀ gf,   gV = Wᵀ G,   gW = G Vᵀ − Σ_sets (Σᵢ gfᵢ) (max h)ᵀ,   gb = 0,
 
     and the maximum of a feature takes −Wᵀ Σᵢ gfᵢ from the one point that attains it.
     """
 
     @staticmethod
     def forward(ctx, mask, y, inner, bias, outer):
-        f, top, index = below_max(y, inner, bias, outer, mask)
-        ctx.save_for_backward(mask, y, inner, bias, outer, top, index)
+        f, top, index = below_max(y, inner, outer, mask)
+        ctx.save_for_backward(mask, y, inner, outer, top, index)
         return f
 
     @staticmethod
     def backward(ctx, g):
         mask, *xs, top, index = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return None, *differentiable_gradient(lambda *xs: below_max(*xs, mask)[0], xs, g)
-        return None, *below_max_gradients(*xs, top, index, g)
+            gy, ginner, gouter = differentiable_gradient(lambda *xs: below_max(*xs, mask)[0], xs, g)
+        else:
+            gy, ginner, gouter = below_max_gradients(*xs, top, index, g)
+        return None, gy, ginner, g.new_zeros(len(xs[1])), gouter
 
 
-def below_max_gradients(y, inner, bias, outer, top, index, g):
-    """gy, gV, gb, gW."""
+def below_max_gradients(y, inner, outer, top, index, g):
+    """gy, gV, gW."""
     n, shape = y.shape[-2], y.shape
     total = g.sum(-2).view(-1, len(outer))  # (sets, d)
     y, g, top, index = (a.flatten(0, -2) for a in (y, g, top, index))  # (sets n, ·), (sets, ·)
     product, back = g.T @ y, -total @ outer
     gy = g @ (outer @ inner) + sum_by_point(inner, index, back, n)
     ginner = outer.T @ product + sum_by_feature(y, index, back, n)
-    gouter = product @ inner.T + total.T @ (bias - top)
-    return gy.view(shape), ginner, torch.zeros_like(bias), gouter
+    gouter = product @ inner.T - total.T @ top
+    return gy.view(shape), ginner, gouter
 
 
 def sum_by_feature(y, index, back, n):

@@ -5,8 +5,8 @@
 All directions of the momentum advance alike, not only the few with large gradients. Vectors,
 matrices with a short side (the first and last layers) and with a long one (the GRU's, whose
 orthogonalisation took a third of a step) take Adam's step with lr. In short runs of our classifier
-it took about half of Adam's steps. torch.optim.Muon computes U Vᵀ in bfloat16, which is slow on
-most CPUs; and it leaves Adam's share to a second optimiser.
+it took about half of Adam's steps. torch.optim.Muon always computes U Vᵀ in bfloat16, which is slow
+on most CPUs (here: under an autocast); and it leaves Adam's share to a second optimiser.
 """
 
 import torch

@@ -107,6 +107,11 @@ class World:
     device: torch.device
     rank: int = 0
     size: int = 1
+    amp: bool = False
+
+    def autocast(self):
+        """With --amp, matrix products in bfloat16 within."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp)
 
     @property
     def share(self):
@@ -152,7 +157,18 @@ def connect(args):
         torch.cuda.set_device(device)
     if size > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if args.cuda else "gloo")
-    return World(device, rank, size)
+    amp = getattr(args, "amp", False) and has_bfloat16(device)
+    if getattr(args, "amp", False) and not amp:
+        say(f"--amp: this {device.type} has no bfloat16, so all is computed in float32")
+    return World(device, rank, size, amp)
+
+
+def has_bfloat16(device):
+    """Whether a device multiplies in bfloat16 by instructions of its own, not by emulation."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    found = torch.cpu.get_capabilities()  # by the names that x86 and ARM have for it
+    return any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 class AllSum(torch.autograd.Function):

@@ -346,7 +346,8 @@ class Run:
         loss, clock, stop = (self.world.sum(told) / self.world.size).tolist()
         if not math.isfinite(loss + norm):
             raise FloatingPointError(f"loss is {loss:g} and the norm of its gradient {norm:g}")
-        self.optimizer.step()
+        with self.world.autocast():  # for the products of Muon
+            self.optimizer.step()
         if self.average:
             decay = min(self.decay, (1 + self.step) / (10 + self.step))  # forget the start sooner
             blend(self.average, self.model.state_dict(), 1 - decay)
@@ -519,9 +520,10 @@ class Run:
             raise ValueError(f"impossible {', '.join(wrong)}")
 
     def finish(self, test, **more):
-        """Write and return results.json."""
+        """Write and return results.json; test is None for a run that others go on from."""
         parameters = sum(p.numel() for p in self.model.parameters())
-        results = {"test": test, "parameters": parameters, **more, "best": self.best}
+        results = {} if test is None else {"test": test}
+        results |= {"parameters": parameters, **more, "best": self.best}
         results |= {"best_step": self.best_step, "steps": self.step}
         results |= {"epochs": self.step / self.steps, "seconds": round(self.clock, 1)}
         results["commit"] = ", ".join(filter(None, self.commits)) or None

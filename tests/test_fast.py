@@ -8,7 +8,7 @@ from test_sets import F32, F64, SEEDS, close, draw_mask
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from beyond.fast import FastAttentionField, FastDeepSetsField
-from sets import AttentionField, DeepSetsField
+from sets import AttentionField, DeepSetsField, PointNorm
 
 HIDDEN = st.sampled_from([(6,), (8, 6), (8, 7, 6)])
 TIMES = st.sampled_from(["number", "one", "each"])
@@ -113,3 +113,35 @@ def test_exact_trace_keeps_no_matrix_of_pairs_for_backward():
         field.value_and_trace(0, torch.randn(1, n, 3, requires_grad=True))
     assert kept
     assert all(x.shape[-2:] != (n, n) for x in kept.values())
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", ["attention", "max"])
+def test_under_autocast_fields_and_gradients_are_right_but_for_rounding(name, masked):
+    torch.manual_seed(0)
+    plain, fast = pair(name, 16, (32, 32), False, 0)
+    x = torch.randn(4, 9, 16)
+    mask = draw_mask((4, 9)) if masked else None
+
+    def value_and_gradients(field, autocast):
+        field.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = field(0.0, x, mask)
+        (out.float() ** 2).sum().backward()
+        return out.float(), torch.cat([p.grad.flatten() for p in field.parameters()])
+
+    exact = value_and_gradients(plain, False)
+    for field in (plain, fast):
+        for found, wanted in zip(value_and_gradients(field, True), exact):
+            assert 0 < (found - wanted).norm() < 0.02 * wanted.norm()
+
+
+def test_under_autocast_masked_batch_normalisation_sums_in_float32():
+    torch.manual_seed(0)
+    norms = PointNorm(3), PointNorm(3)
+    x, mask = 5 + torch.randn(8, 100, 3), draw_mask((8, 100))
+    exact = norms[0](x, mask)
+    found = norms[1](x.bfloat16(), mask)
+    assert (found - exact)[mask].abs().max() < 0.03  # of x in bfloat16
+    torch.testing.assert_close(norms[1].running_mean, norms[0].running_mean, atol=1e-3, rtol=0)
+    torch.testing.assert_close(norms[1].running_var, norms[0].running_var, atol=1e-3, rtol=0)

@@ -68,6 +68,22 @@ def test_models_have_the_sizes_of_table_1(model):
     assert sum(p.numel() for p in models.CLASSIFIERS[model](3, 40).parameters()) == sizes[model]
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("model", models.CLASSIFIERS)
+def test_at_the_start_the_units_of_the_data_do_not_matter(model, masked):
+    found = []
+    for scale, shift in ((1.0, 0.0), (100.0, 300.0), (0.01, -0.02)):
+        torch.manual_seed(0)
+        classifier = models.CLASSIFIERS[model](3, 5).double().eval()
+        x, mask = scale * torch.randn(20, 9, 3).double() + shift, torch.rand(20, 9) < 0.7
+        mask[:, 0] = True
+        given = x, (mask if masked else None)
+        train_cls.start_in_units(classifier, *given)
+        found.append(classifier(*given))
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
+
+
 def test_a_run_stopped_by_sigterm_within_an_epoch_resumes_to_the_same_numbers(whole, tmp_path):
     reference, results = whole
     out = tmp_path / "run"
@@ -159,6 +175,109 @@ def test_finetuning_starts_from_a_run_with_its_data_and_model(whole, tmp_path, c
         assert "--finetune RUN trains one run" in err
 
 
+# ------------------------------------------------------------------------------------ in stages
+STAGES = ["--model", "deepsets", "--batch-size", "450", "--stages", "4:2,6:1:5e-4", "--lr", "2e-3"]
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory):
+    """Two runs in two stages each, their results, and how often the test was read."""
+    out, read = tmp_path_factory.mktemp("cls") / "staged", []
+    with pytest.MonkeyPatch.context() as patch:
+        test = train_cls.test_metrics
+        patch.setattr(train_cls, "test_metrics", lambda *given: read.append(0) or test(*given))
+        results = train_cls.main([*STAGES, "--runs", "2", "--out", str(out)])
+    return out, results, len(read)
+
+
+def test_stages_go_on_from_the_best_weights_and_only_the_last_is_tested(staged):
+    out, results, read = staged
+    assert read == 2  # once for each seed
+    run = results["runs"][1]
+    first = json.loads((out / "seed1" / "stage1" / "results.json").read_text())
+    assert "test" not in first
+    assert run["earlier"] == [{k: first[k] for k in ("best", "epochs", "seconds")}]
+    found = [[part["config"][k] for k in ("points", "epochs", "lr")] for part in (first, run)]
+    assert found == [[4, 2, 2e-3], [6, 1, 5e-4]]
+    weights = training.read_checkpoint(out / "seed1" / "stage1" / "best.pt")["model"]
+    args = train_cls.parse(["--load", str(out / "seed1"), "--evaluate"])
+    splits = train_cls.load_sets(args)
+    model = train_cls.make_model(args, splits.train)
+    model.load_state_dict(weights)
+    world = training.World(torch.device("cpu"))
+    counts, _ = train_cls.confusion_matrix(model.eval(), splits.valid, 450, world)
+    start = lines(out / "seed1")[0]["valid_accuracy"]
+    assert start == pytest.approx(counts.trace().item() / len(splits.valid))
+    assert results["mean"] == pytest.approx(sum(results["accuracy"]) / 2)
+
+
+def test_a_run_in_stages_resumes_to_the_same_numbers_and_can_be_evaluated(staged, tmp_path, capsys):
+    out, results, _ = staged
+    again = Path(shutil.copytree(out, tmp_path / "again"))
+    (again / "results.json").unlink()
+    for path in (again / "seed1").iterdir():  # as if stopped between the stages
+        if path.is_file() and path.name != "config.json":
+            path.unlink()
+    code, err = run_here(capsys, "--resume", "--out", again)
+    assert code == 0, err
+    assert "seed0 is complete: accuracy" in err
+    assert "stage1 is complete: best" in err
+    found = json.loads((again / "results.json").read_text())
+    assert found["accuracy"] == results["accuracy"]
+    tested = train_cls.main(["--load", str(out / "seed0"), "--evaluate"])
+    assert tested["test"]["accuracy"] == results["accuracy"][0]
+    code, err = run_here(capsys, "--load", out / "seed0", "--evaluate", "--stages", "5:1")
+    assert (code, err.count("\n")) == (2, 1)
+
+
+# --------------------------------------------------------------------------------- in bfloat16
+def test_amp_trains_and_tests_in_bfloat16(tmp_path, monkeypatch):
+    monkeypatch.setattr("support.processes.has_bfloat16", lambda device: True)  # or emulated
+    out = str(tmp_path / "run")
+    options = ["--points", "4", "--batch-size", "128", "--epochs", "1", "--category", "chair,vase"]
+    results = train_cls.main([*options, "--amp", "--optimizer", "muon", "--out", out])
+    assert results["test"]["accuracy"] > 0.7  # chance is 1/2
+    assert results["config"]["amp"]
+    again = train_cls.main(["--load", out, "--evaluate"])["test"]
+    assert again == results["test"]
+    precise = train_cls.main(["--load", out, "--evaluate", "--no-amp"])["test"]
+    assert precise["loss"] != again["loss"]
+    assert precise["loss"] == pytest.approx(again["loss"], rel=0.02)
+    kept = training.read_checkpoint(Path(out) / "last.pt")
+    assert {v.dtype for v in kept["model"].values()} == {torch.float32, torch.int64}
+
+
+def test_amp_counts_the_matrices_of_attention_in_memory(monkeypatch):
+    args = train_cls.parse(["--model", "exnode-attention", "--batch-size", "2"])
+    asked = []
+    monkeypatch.setattr(training, "check_memory", lambda need, *_: asked.append(need))
+    for amp in (False, True):
+        train_cls.check_memory(args, training.World(torch.device("cpu"), amp=amp), 4096)
+    kept = []
+    torch.manual_seed(0)
+    model, x = models.CLASSIFIERS["exnode-attention"](3, 40), torch.randn(2, 512, 3)
+
+    def keep(tensor):
+        kept.append(tensor.untyped_storage())
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", torch.bfloat16):
+        model(x)
+    sizes = {part.data_ptr(): part.nbytes() for part in kept}
+    matrices = [size for size in sizes.values() if size == 2 * 2 * 4 * 512**2]
+    assert len(matrices) == 4
+    assert asked[1] - asked[0] == sum(matrices) * (4096 / 512) ** 2
+
+
+def test_amp_without_bfloat16_is_one_line_and_float32(whole, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
+    code, err = run_here(capsys, *SMALL, "--amp", "--out", tmp_path / "run")
+    assert code == 0, err
+    assert err.count("--amp: this cpu has no bfloat16, so all is computed in float32\n") == 1
+    assert lines(tmp_path / "run") == lines(whole[0])
+
+
 def test_a_loss_that_explodes_exits_with_1_and_names_the_checkpoint(tmp_path, capsys):
     code, err = run_here(capsys, *SMALL, "--lr", "1e37", "--out", tmp_path / "run")
     assert code == 1
@@ -204,7 +323,7 @@ def test_evaluations_have_the_batch_statistics_of_the_weights_that_they_judge(wh
     training.load_best(model, out)
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     world = training.World(torch.device("cpu"))
-    train_cls.renew_statistics(model, train_cls.draw_batches(args, splits.train, world))
+    train_cls.renew_statistics(model, train_cls.draw_batches(args, splits.train, world), world)
     for name, buffer in model.named_buffers():
         if "num_batches" not in name:
             torch.testing.assert_close(buffer, kept[name])
@@ -262,6 +381,14 @@ WRONG = [
     ["--valid", "0"],
     ["--valid", "1"],
     ["--schedule", "linear"],
+    ["--stages", "50"],
+    ["--stages", "50:0"],
+    ["--stages", "50:2,"],
+    ["--stages", "50:2:fast"],
+    ["--stages", "50:2:1e-3:1"],
+    ["--stages", "5:1", "--points", "6"],
+    ["--stages", "5:1", "--epochs", "2"],
+    ["--stages", "5:1", "--minutes", "1"],
     ["--evaluate"],
     ["--last"],
     ["--load", "/nowhere"],
@@ -361,4 +488,4 @@ def test_what_is_wrong_with_own_sets_is_one_line(own, tmp_path, capsys):
 
 
 def test_help_says_in_sentences_what_every_option_does(capsys):
-    check_help(train_cls, capsys, 29)
+    check_help(train_cls, capsys, 31)
