@@ -20,7 +20,7 @@ import exnode
 import train_cls
 import train_temporal
 from exnode import TemporalSetVAE
-from support import own_sets, training
+from support import own_sets, series, series_scores, training
 from support.metrics import chamfer
 from support.pictures import COLOURS
 
@@ -237,7 +237,7 @@ def test_the_elbo_is_per_point_in_pixels():
 
 def test_true_sets_at_other_times_are_the_same_digits_turned_and_drawn_anew():
     split = few_series(some_args("--points", "64")).test
-    x = train_temporal.at_times(split, [0, 0, 0.3]).draw(np.arange(20))[0]
+    x = series.at_times(split, [0, 0, 0.3]).draw(np.arange(20))[0]
     first, second, turned = (torch.from_numpy(x[:, k]) for k in range(3))
     back = torch.from_numpy(data.rotate_clockwise(x[:, 2:], np.array([-0.3 * np.pi]))[:, 0])
     assert not torch.equal(first, second)
@@ -250,18 +250,18 @@ def test_true_sets_at_other_times_are_the_same_digits_turned_and_drawn_anew():
 def test_a_model_that_copies_scores_as_the_copy_and_near_the_floor_only_where_trained(monkeypatch):
     args = some_args("--points", "32")
     model, split = train_temporal.build(args, 2).eval(), few_series(args).test
-    at, shown = train_temporal.test_times(args.times), []
+    at, shown = series.tested_times(args.times), []
     assert at == [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5]
 
     def copies(x, t, t_out, **how):
         assert (t, t_out) == (args.times, at)
         start = len(x) * len(shown)
-        x = train_temporal.at_times(split, args.times).draw(np.arange(start, start + len(x)))[0]
+        x = series.at_times(split, args.times).draw(np.arange(start, start + len(x)))[0]
         shown.append(1)
         return torch.from_numpy(x[:, [0, 0, 1, 1, 2, 2, 2]])
 
     monkeypatch.setattr(model, "reconstruct", copies)
-    for row in train_temporal.measure_sets(model, split, args, WORLD):
+    for row in series_scores.distances_at_times(model, split, args, WORLD):
         assert row["model"] == pytest.approx(row["copy"], rel=0.05)  # but for 0.1 pixels of noise
         assert (row["copy"] < 1.3 * row["floor"]) == (row["kind"] == "reconstruction")
 
@@ -306,7 +306,7 @@ def test_a_model_that_copies_is_recognised_as_what_it_copies(monkeypatch):
 
     model, truth = small_model().float(), torch.from_numpy(split.draw(np.arange(16))[0])
     monkeypatch.setattr(model, "reconstruct", lambda *a, **how: truth)
-    shares = train_temporal.measure_recognition(model, classify, split, args, WORLD)
+    shares = series_scores.recognition(model, classify, split, args, WORLD)
     assert shares["as_given"] == 1
     assert shares["right"] == shares["given_right"] < 1
     first, middle, last = seen[0].unbind(1)  # all upright, about the middle of the unit square
@@ -317,7 +317,7 @@ def test_a_model_that_copies_is_recognised_as_what_it_copies(monkeypatch):
     assert upright < upside_down / 2
     assert chamfer(first, middle).mean() < upside_down / 2
     monkeypatch.setattr(model, "reconstruct", lambda *a, **how: -truth)
-    shares = train_temporal.measure_recognition(model, classify, split, args, WORLD)
+    shares = series_scores.recognition(model, classify, split, args, WORLD)
     assert shares["as_given"] < 0.9
 
 
@@ -420,7 +420,7 @@ def test_samples_of_a_run_depend_on_the_seed_only(run, tmp_path):
 
 def test_points_move_continuously_in_time():
     model = train_temporal.build(some_args(), 2).eval()
-    how = train_temporal.moving(some_args(), torch.Generator().manual_seed(0))
+    how = series.moving(some_args(), torch.Generator().manual_seed(0))
     x = model.sample(5, [0.5, 0.501, 1.5], **how).detach()
     step, long = (x[:, k] - x[:, 0] for k in (1, 2))
     assert step.abs().max() < 0.01
@@ -438,8 +438,8 @@ def test_a_person_s_own_series_may_be_ragged_and_irregular(run, tmp_path, capsys
         size = 6 - i - k  # points in this set: as first ones, or scattered
         some[i, k, :size], other[i, k, 8 : 8 - size : -1] = x[i, k, :size], x[i, k, :size]
 
-    def reconstruct(name, series, *options):
-        np.save(tmp_path / f"{name}.npy", series)
+    def reconstruct(name, array, *options):
+        np.save(tmp_path / f"{name}.npy", array)
         options = ["--reconstruct", tmp_path / f"{name}.npy", "--times", "0,0.5,2", *options]
         code, err = run_here(capsys, "--load", tmp_path / "run", "--out", tmp_path, *options)
         assert code == 0, err
@@ -457,7 +457,7 @@ def test_a_person_s_own_series_may_be_ragged_and_irregular(run, tmp_path, capsys
 
 
 @pytest.mark.parametrize(
-    ("series", "says"),
+    ("given", "says"),
     [
         (np.zeros((3, 4, 3)), "shape"),
         (np.zeros((3, 2)), "shape"),
@@ -470,8 +470,8 @@ def test_a_person_s_own_series_may_be_ragged_and_irregular(run, tmp_path, capsys
         (np.zeros((2, 4, 2)), "--at has 3 times for the 2 sets"),
     ],
 )
-def test_a_wrong_series_is_one_line_and_exit_code_2(run, tmp_path, capsys, series, says):
-    np.save(tmp_path / "mine.npy", series, allow_pickle=True)
+def test_a_wrong_series_is_one_line_and_exit_code_2(run, tmp_path, capsys, given, says):
+    np.save(tmp_path / "mine.npy", given, allow_pickle=True)
     options = ["--reconstruct", tmp_path / "mine.npy", "--at", "0,0.5,1", "--out", tmp_path]
     code, err = run_here(capsys, "--load", run, *options)
     assert (code, err.count("\n")) == (2, 1)
@@ -522,7 +522,7 @@ def test_beside_the_elbo_stands_by_how_much_a_series_is_off(runs):
     for tolerance in (1.0, 1e-2):
         how = {"trace": "exact", "solver": model.solver | {"rtol": tolerance, "atol": tolerance}}
         with torch.no_grad():
-            ends.append(model.elbo(x, t, None, train_temporal.generator(args, WORLD), **how))
+            ends.append(model.elbo(x, t, None, series.generator(args, WORLD), **how))
     assert wrong == pytest.approx((ends[0] - ends[1]).abs().max().item() / 18, rel=1e-3)
 
 
@@ -641,10 +641,11 @@ def test_what_stands_where_there_is_no_point_changes_neither_loss_nor_measure(
             train_temporal.start(args, model, split)
             batch = next(data.batches(split, 12))
             batch = batch._replace(x=batch.x.masked_fill(~batch.mask[..., None], garbage))
-            monkeypatch.setattr(train_temporal, "shared_batches", lambda *_, b=batch: [b])
+            for module in (series, series_scores):
+                monkeypatch.setattr(module, "shared_batches", lambda *_, b=batch: [b])
             found += [train_temporal.make_loss(args, split)(model, batch).item()]
             found += [train_temporal.measure_elbo(model.eval(), split, args, WORLD)["elbo"]]
-            found += train_temporal.measure_own_sets(model, split, args, WORLD).values()
+            found += series_scores.own_distances(model, split, args, WORLD).values()
     half = len(found) // 2
     assert found[:half] == found[half:]
 
@@ -687,9 +688,9 @@ def test_a_model_that_returns_the_truth_is_nearer_than_a_copy_of_the_nearest_set
         def decode(self, z0, t, points, draws, mask):
             return z0
 
-    monkeypatch.setattr(train_temporal, "shared_batches", lambda *_: [batch])
+    monkeypatch.setattr(series_scores, "shared_batches", lambda *_: [batch])
     args = some_args()
-    found = train_temporal.measure_own_sets(Perfect(), None, args, WORLD)
+    found = series_scores.own_distances(Perfect(), None, args, WORLD)
     assert kept == [[True, True, True, False], [True, False, True, False]]
     assert found["reconstruction"] == {"model": 0, "copy": pytest.approx(2 * (1 + 1 + 16) / 3)}
     assert found["interpolation"] == {"model": 0, "copy": 2}
@@ -852,12 +853,12 @@ def test_a_second_run_into_the_same_directory_is_refused(run, capsys):
 
 # ------------------------------------------------------------------------------- options
 def test_times_are_a_list_or_a_range_with_its_end():
-    assert train_temporal.times("0,.25,1.5") == [0, 0.25, 1.5]
-    assert train_temporal.times("0:1.5:0.5") == [0, 0.5, 1, 1.5]
-    fine = train_temporal.times("0:1.5:0.05")
+    assert series.times("0,.25,1.5") == [0, 0.25, 1.5]
+    assert series.times("0:1.5:0.5") == [0, 0.5, 1, 1.5]
+    fine = series.times("0:1.5:0.05")
     assert (len(fine), fine[3], fine[5], fine[-1]) == (31, 0.15, 0.25, 1.5)
-    assert train_temporal.times("0:1:0.3") == [0, 0.3, 0.6, 0.9]
-    assert train_temporal.times("2:2:1") == [2]
+    assert series.times("0:1:0.3") == [0, 0.3, 0.6, 0.9]
+    assert series.times("2:2:1") == [2]
 
 
 def test_the_defaults_are_the_paper_s_recipe():
@@ -890,4 +891,4 @@ def test_a_decoder_that_attends_can_be_evaluated_and_trained_by_either_objective
 
 
 def test_help_says_in_sentences_what_every_option_does(capsys):
-    check_help(train_temporal, capsys, 41)
+    check_help(train_temporal, capsys, 43)
