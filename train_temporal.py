@@ -128,6 +128,8 @@ def parse(argv=None):
     help = "Prior of z: normal, the paper's, or a flow that is fitted after training; if not given,"
     help += " that of the run, or normal."
     add("--prior", choices=("normal", "flow"), help=help)
+    help = "Factor of the posterior's deviations with a prior that is fitted; if not given, 1."
+    add("--width", type=number(float, 0.01, below=100), help=help)
     help = "Weight of the KL in matching; with --coupling none, 0.42 is the ELBO's own."
     add("--kl", type=number(float, 0), default=0.05, help=help)
     help = "How matching pairs noise with points."
@@ -184,6 +186,8 @@ def check(parser, args):
         options.refuse(parser, args, names, "is that of the run: leave it out")
     if args.reconstruct is not None:
         options.refuse(parser, args, ("prior",), "is for samples and the ELBO")
+    if not args.fit_prior and (args.load or args.prior != "flow"):
+        options.refuse(parser, args, ("width",), "is for a prior that is fitted: --prior flow")
     if args.sample or args.reconstruct is not None:
         names = ("data", "category", "batch_size", "test_series", "classifier", "noise")
         options.refuse(parser, args, names, "is for the test series, which nothing reads here")
@@ -430,11 +434,13 @@ def fit_prior(args, model, splits, world):
             some = split.some(most)
             batches = data.batches(some, args.batch_size, training=False, device=world.device)
             total = data.steps(some, args.batch_size, training=False)
-            found.append(prior.posteriors(model, training.watch("encoding", batches, total)))
+            mean, std = prior.posteriors(model, training.watch("encoding", batches, total))
+            found.append(exnode.Posterior(mean, std * (args.width or 1)))
         flow = prior.fit(*found, args.seed, partial(training.watch, "prior"))
-        training.write_checkpoint(Path(args.out) / "prior.pt", prior.as_state(flow, model))
+        state = prior.as_state(flow, model, args.width or 1)
+        training.write_checkpoint(Path(args.out) / "prior.pt", state)
     world.wait()
-    model.prior = series_runs.load_prior(args.out, model).to(world.device)
+    series_runs.attach_prior(args.out, model)
 
 
 # --------------------------------------------------------------------------------- finished runs

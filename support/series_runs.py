@@ -43,12 +43,12 @@ def restore(args):
     """The best model of --load, with its prior if --prior says so, and where it is."""
     world, model = training.connect(args), load_model("--load", args.load, exnode.TemporalSetVAE)
     if args.prior == "flow" and not args.fit_prior and args.reconstruct is None:
-        model.prior = load_prior(args.load, model)
+        attach_prior(args.load, model)
     return world, model.to(world.device)
 
 
-def load_prior(run, model):
-    """The learned prior in a run directory, if it is one of this model."""
+def attach_prior(run, model):
+    """Give a model the learned prior in its run directory, and the width of posteriors there."""
     path = Path(run) / "prior.pt"
     if not path.exists():
         way = f"train_temporal.py --fit-prior {run} fits one"
@@ -60,7 +60,7 @@ def load_prior(run, model):
         raise training.UsageError(f"{path}: {e}: --fit-prior {run} fits another") from None
     flow = prior.make(model.latent)
     training.load_weights(flow, state.get("prior"), path)
-    return flow.eval()
+    prior.attach(flow, state["width"], model)
 
 
 def check_memory(args, world, points, sets, each, whole=0):
