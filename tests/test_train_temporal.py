@@ -19,6 +19,7 @@ import data
 import exnode
 import train_cls
 import train_temporal
+from beyond import prior
 from exnode import TemporalSetVAE
 from support import own_sets, series, series_scores, training
 from support.metrics import chamfer
@@ -274,6 +275,184 @@ def test_a_finished_run_can_be_evaluated_again(runs):
     assert [row["t"] for row in other["at_times"]] == [0, 0.15, 0.3, 0.55, 0.8]
 
 
+# ------------------------------------------------------------------------------- a learned prior
+@pytest.fixture
+def fitted(run, tmp_path, monkeypatch):
+    """A run with a prior that --fit-prior fitted in few steps."""
+    monkeypatch.setattr(prior, "STEPS", 30)
+    shutil.copytree(run, tmp_path / "run")
+    train_temporal.main(["--fit-prior", str(tmp_path / "run"), "--width", "1.5"])
+    return tmp_path / "run"
+
+
+def test_a_prior_is_used_where_it_is_asked_for_and_nowhere_else(run, fitted, runs):
+    names = {p.name for p in fitted.iterdir()} - {p.name for p in run.iterdir()}
+    assert names == {"prior.pt"}
+    plain = train_temporal.main(["--load", str(fitted), "--evaluate"])
+    assert plain["test"] == runs["matching"][1]["test"]
+    learned = train_temporal.main(["--load", str(fitted), "--evaluate", "--prior", "flow"])["test"]
+    assert (plain["test"]["prior"], learned["prior"]) == ("normal", "flow")
+    assert learned["samples"]["prior"] == "flow"
+    assert learned["chamfer"] == plain["test"]["chamfer"]  # of posterior means
+    assert learned["kl"] != plain["test"]["kl"]
+    points = 3 * 6
+    assert learned["elbo"] == pytest.approx(learned["log_likelihood"] - learned["kl"] / points)
+    sets = []
+    for more in ([], ["--prior", "normal"], ["--prior", "flow"]):
+        sets.append(train_temporal.main(["--load", str(fitted), "--sample", "3", *more])["sets"])
+    assert np.array_equal(sets[0], sets[1])
+    assert not np.allclose(sets[1], sets[2], atol=1e-2)
+
+
+def test_a_run_that_is_told_to_fits_its_prior_and_remembers_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(prior, "STEPS", 30)
+    out = tmp_path / "run"
+    options = [*MATCHING, "--epochs", "1", "--prior", "flow", "--out", str(out)]
+    results = train_temporal.main(options)
+    assert results["test"]["prior"] == "flow"
+    assert (out / "prior.pt").exists()
+    assert train_temporal.main(["--load", str(out), "--evaluate"])["test"] == results["test"]
+
+
+def test_a_prior_that_is_not_there_or_not_of_this_run_is_one_line_and_exit_code_2(
+    run, fitted, tmp_path, capsys
+):
+    for task in (["--sample", "2"], ["--evaluate"]):
+        code, err = run_here(capsys, "--load", run, *task, "--prior", "flow")
+        assert (code, err.count("\n")) == (2, 1)
+        assert f"--fit-prior {run}" in err
+    state = training.read_checkpoint(fitted / "best.pt")
+    whole, kept = (fitted / "prior.pt").read_bytes(), training.read_checkpoint(fitted / "prior.pt")
+    wrong = [("damaged", b""), ("damaged", whole[:3000])]
+    wrong += [("latent numbers", kept | {"latent": 3}), ("width", kept | {"width": math.inf})]
+    wrong += [("another model", kept | {"prior": {}}), ("other weights", kept | {"encoder": "no"})]
+    name = "blocks.0.field.last.bias"
+    for value in (math.nan, math.inf):
+        bad = kept["prior"] | {name: torch.full_like(kept["prior"][name], value)}
+        wrong += [("not finite", kept | {"prior": bad})]
+    for says, content in wrong:
+        if isinstance(content, dict):
+            torch.save(content, fitted / "prior.pt")
+        else:
+            (fitted / "prior.pt").write_bytes(content)
+        code, err = run_here(capsys, "--load", fitted, "--sample", "2", "--prior", "flow")
+        assert (code, err.count("\n")) == (2, 1), err
+        assert says in err
+        assert "prior.pt" in err
+    (fitted / "prior.pt").write_bytes(whole)
+    state["model"]["mean.6.bias"] += 1e-3  # the run has changed since
+    torch.save(state, fitted / "best.pt")
+    code, err = run_here(capsys, "--load", fitted, "--sample", "2", "--prior", "flow")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "the run has changed" in err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--fit-prior", "RUN", "--load", "RUN"],
+        ["--fit-prior", "RUN", "--sample", "2"],
+        ["--fit-prior", "RUN", "--times", "0,1"],
+        ["--fit-prior", "RUN", "--seed", "3"],
+        ["--fit-prior", "RUN", "--prior", "flow"],
+        ["--fit-prior", "RUN", "--lr", "1"],
+        ["--fit-prior", "RUN", "--width", "0"],
+        ["--fit-prior", "RUN", "--finetune", "RUN"],
+        ["--fit-prior", "/nowhere"],
+        ["--load", "RUN", "--sample", "2", "--width", "2"],
+        ["--load", "RUN", "--reconstruct", "mine.npy", "--prior", "normal"],
+        ["--prior", "uniform"],
+        ["--width", "2"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_options_of_a_prior_are_one_line_and_exit_code_2(run, tmp_path, capsys, options):
+    options = [str(run) if word == "RUN" else word for word in options]
+    out = [] if str(run) in options else ["--out", tmp_path / "run"]
+    code, err = run_here(capsys, *out, *options)
+    assert (code, err.count("\n")) == (2, 1), err
+    assert not (run / "prior.pt").exists()
+
+
+# ------------------------------------------------------------------------------- scores of samples
+def turning(count, times, seed=0, points=40):
+    """Series of one arc each, which turn as the data do; points are drawn anew at each time."""
+    rng = np.random.default_rng(seed)
+    angle = rng.uniform(0, 2.5, (count, len(times), points))
+    x = np.stack([0.5 * np.cos(angle), 0.9 * np.sin(angle)], -1) * rng.uniform(
+        0.6, 1, (count, 1, 1, 1)
+    )
+    return torch.from_numpy(data.rotate_clockwise(np.float32(x), np.pi * np.array(times)))
+
+
+def test_what_turns_as_the_data_is_near_itself_when_turned_back():
+    times = [0.0, 0.5, 1.0]
+    x = turning(20, times)
+    still = x[:, :1].expand(-1, 3, -1, -1)
+    both = [series_scores.distance_turned_back(a, times).mean() for a in (x, still)]
+    assert both[0] < both[1] / 5
+    first, *later = x.unbind(1)
+    by_hand = [torch.stack([a[..., 0] * 0 - a[..., 1], a[..., 0]], -1) for a in later[:1]]
+    by_hand += [-later[1]]
+    wanted = torch.stack([chamfer(sets, first) for sets in by_hand]).mean(0)
+    assert torch.allclose(series_scores.distance_turned_back(x, times), wanted, atol=1e-5)
+
+
+def test_a_series_has_one_label_if_it_has_it_at_all_times():
+    times, labels = [0.0, 1.0], torch.tensor([[3, 3], [3, 4], [7, 7], [0, 1]])
+    found = series_scores.one_label(
+        lambda x: torch.nn.functional.one_hot(labels, 10), turning(4, times), times
+    )
+    assert found.tolist() == [True, False, True, False]
+
+
+def test_samples_are_scored_beside_real_series_at_each_given_time(monkeypatch):
+    args = some_args("--points", "32", "--category", "1,7")
+    split, model = few_series(args).test, small_model().float()
+    real = torch.from_numpy(few_series(args).test.draw(np.arange(len(split)))[0])
+    again = torch.from_numpy(
+        series.at_times(split, [*args.times, *args.times]).draw(np.arange(len(split)))[0]
+    )[:, 3:]
+
+    def upright(x):
+        return torch.stack([x[..., 1].mean(-1), -x[..., 1].mean(-1)], -1)
+
+    found = {}
+    for name, made in (
+        ("perfect", again),
+        ("still", again[:, :1].expand_as(real)),
+        ("far", real + 3),
+    ):
+        monkeypatch.setattr(model, "sample", lambda *a, made=made, **how: made)
+        found[name] = series_scores.score_samples(model, split, args, WORLD, upright)
+    rows = {name: scores["at_times"] for name, scores in found.items()}
+    assert [row["t"] for row in rows["perfect"]] == args.times
+    assert all(row["1-NNA"] == 1 and row["MMD"] > 1 for row in rows["far"])
+    assert all(row["1-NNA"] < 0.6 for row in rows["perfect"])
+    assert rows["still"][0]["1-NNA"] < 0.6 < rows["still"][1]["1-NNA"]
+    back = {name: scores["turned_back"] for name, scores in found.items()}
+    assert back["perfect"]["samples"]["mean"] == pytest.approx(
+        back["perfect"]["real"]["mean"], abs=4 * back["perfect"]["real"]["standard_error"]
+    )
+    assert back["still"]["samples"]["mean"] > 2 * back["still"]["real"]["mean"]
+    assert 0 < back["perfect"]["real"]["standard_error"] < back["perfect"]["real"]["mean"]
+    assert 0 <= found["perfect"]["one_label"]["real"]["mean"] <= 1
+
+
+def test_own_series_are_scored_if_they_have_common_times(tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(24, 3, 5, 2))
+    x[::2, :, 3:] = np.nan
+    np.savez(tmp_path / "mine.npz", x=x, time=np.array([0.0, 0.5, 2]))
+    args = train_temporal.parse(["--data", str(tmp_path / "mine.npz"), *OWN])
+    split, model = LOAD_SERIES(args).train, train_temporal.build(args, 2).eval()
+    found = series_scores.score_samples(model, split, args, WORLD)
+    assert [row["t"] for row in found["at_times"]] == [0, 0.5, 2]
+    assert found.keys() == {"series", "prior", "at_times"}
+    args = train_temporal.parse(["--data", write_own(tmp_path / "other.npz"), *OWN])
+    assert series_scores.score_samples(model, LOAD_SERIES(args).train, args, WORLD) is None
+
+
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
     """A classifier of built-in digits, after few steps."""
@@ -293,7 +472,10 @@ def test_a_classifier_of_upright_digits_reads_reconstructions(run, digits, capsy
     options = ["--load", str(run), "--evaluate", "--classifier", str(digits)]
     shares = train_temporal.main(options)["test"]["recognised"]
     assert all(0 <= v <= 1 for v in shares.values())
-    assert f"labelled as the given sets {shares['as_given']:.3f}" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert f"labelled as the given sets {shares['as_given']:.3f}" in err
+    assert "samples at t = 0.5: 1-NNA" in err
+    assert "one label: samples" in err
 
 
 def test_a_model_that_copies_is_recognised_as_what_it_copies(monkeypatch):
