@@ -32,7 +32,7 @@ from exnode import Posterior, SetFlow, TemporalSetVAE, normal
 from sets import Field, keep
 
 WIDTH, LAYERS, WAVES = 384, 3, 4  # of the network
-STEPS, BATCH, RATE, DECAY = 3000, 256, 1e-3, 0.995  # DECAY: of the average of the weights
+STEPS, BATCH, RATE, DECAY = 4000, 256, 1e-3, 0.995  # DECAY: of the average of the weights
 FINEST = 0.1  # noise, in deviations of z₀, that matters: noise_level
 CHECKS = 20  # times in a fit at which held-out series are looked at
 
@@ -96,7 +96,7 @@ def start(train: Posterior) -> SetFlow:
     std = covariance.diag().sqrt()
     flow.mean.copy_(train.mean.mean(0)), flow.std.copy_(std)
     field = flow.blocks[0].field
-    variance, basis = torch.linalg.eigh(covariance / std[:, None] / std)
+    variance, basis = torch.linalg.eigh((covariance / std[:, None] / std).double())
     field.variance.copy_(variance), field.basis.copy_(basis)
     return flow
 
