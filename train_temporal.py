@@ -323,30 +323,6 @@ def test_metrics(model, split, args, world):
     return metrics
 
 
-def show(metrics):
-    """The table of a test, on stderr."""
-    form = "ELBO {elbo:.4f} ± {standard_error:.4f}: log-likelihood {log_likelihood:.4f}, "
-    form += "KL {kl:.1f} from the {prior} prior; {units}"
-    training.say(f"test {form.format(**metrics)}")
-    if (off := metrics.get("tolerance_error")) is not None:
-        training.say(f"at the solver's tolerance, series are off by up to {off:.2g} nats per point")
-    for i, (kind, row) in enumerate(metrics["chamfer"].items()):
-        if not i:
-            training.say(f"{'Chamfer distance':24}" + "".join(f"{name:>11}" for name in row))
-        training.say(f"{kind:24}" + "".join(f"{value:11.5g}" for value in row.values()))
-    if share := metrics.get("recognised"):
-        form = "reconstructions labelled as the given sets {as_given:.3f}, rightly {right:.3f}; "
-        training.say((form + "given sets rightly {given_right:.3f}").format(**share))
-    scores = metrics.get("samples", {})
-    for row in scores.get("at_times", ()):
-        form = "samples at t = {t:g}: 1-NNA {1-NNA:.3f}, MMD {MMD:.4g}, COV {COV:.3f}"
-        training.say(form.format(**row))
-    for name in ("turned_back", "one_label"):
-        if found := scores.get(name):
-            pairs = (f"{k} {v['mean']:.4g} ± {v['standard_error']:.2g}" for k, v in found.items())
-            training.say(f"{name.replace('_', ' ')}: {', '.join(pairs)}")
-
-
 # --------------------------------------------------------------------------------------- training
 def make_loss(args, split):
     """The objective: −ELBO as in UNITS, or the matching error, what z tells, and the KL."""
@@ -422,7 +398,7 @@ def train_here(args, world):
     if world.rank == 0:
         series_pictures.draw_run(args, model, splits.test, generator(args, world))
     metrics = test_metrics(model, splits.test, args, world)
-    show(metrics)
+    series_scores.show(metrics)
     return run.finish(metrics)
 
 
@@ -460,7 +436,7 @@ def evaluate_only(args):
     series_runs.check_memory(args, world, test.points, 1, 8 * max(args.hidden))
     training.make_folder(args.out)
     test = test_metrics(model, test, args, world)
-    show(test)
+    series_scores.show(test)
     return training.write_evaluation(test, args, world)
 
 
