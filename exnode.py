@@ -317,6 +317,10 @@ class Posterior(NamedTuple):
     def sample(self, generator=None):
         return self.mean + self.std * normal(self.mean.shape, self.mean, generator)
 
+    def log_prob(self, z):
+        """log N(z; mean, std²) per series."""
+        return base_log_prob(((z - self.mean) / self.std)[..., None, :]) - self.std.log().sum(-1)
+
     def kl(self):
         """KL(posterior ‖ N(0, I)) per series."""
         return 0.5 * (self.mean**2 + self.std**2 - 1 - 2 * self.std.log()).sum(-1)
@@ -327,6 +331,7 @@ class TemporalSetVAE(nn.Module):
 
     A series is x `(B, T, n, d)` at times t, `(T,)` or a row for each series, `(B, T)`, increasing;
     mask is `(B, T, n)`. A set without a single point was not observed: nothing depends on it.
+    `prior`, None for N(0, I), may be a set flow for z₀ as a set of one point: beyond/prior.py.
     """
 
     def __init__(
@@ -342,7 +347,7 @@ class TemporalSetVAE(nn.Module):
         self.rnn = nn.GRU(512 + 1, 512, batch_first=True)
         self.mean, self.log_std = self.readout(), self.readout()
         nn.init.constant_(self.log_std[-1].bias, -2.0)  # z₀ tells of x from the first step
-        self.dynamics = LatentField(latent)
+        self.dynamics, self.prior = LatentField(latent), None
         self.solver = {"method": method, "rtol": rtol, "atol": atol, "options": options}
         self.decoder = SetFlow(
             dim, 1, hidden, heads, field=decoder, time=decoder == "attention", context=latent,
@@ -399,23 +404,27 @@ class TemporalSetVAE(nn.Module):
         return path.take_along_dim(index[..., None], 1)
 
     def elbo(self, x, t, mask=None, generator=None, **how) -> Tensor:
-        """Eq. 11 per series: Σ_t log p(x_t | z_t) − KL(p̂(z₀ | X) ‖ N(0, I)), for one z₀ ~ p̂."""
+        """Eq. 11 per series: Σ_t log p(x_t | z_t) − KL(p̂(z₀ | X) ‖ p(z₀)), for one z₀ ~ p̂."""
         log_prob, kl = self.elbo_terms(x, t, mask, generator, **how)
         return log_prob - kl
 
     def elbo_terms(
         self, x, t, mask=None, generator=None, *, trace=None, probes=None, solver=None
     ) -> tuple[Tensor, Tensor]:
-        """The two terms of Eq. 11, log-likelihood and KL."""
+        """The two terms of Eq. 11, log-likelihood and KL, with a learned prior estimated by z₀."""
         x, t, mask, seen = self.read(x, t, mask)
         posterior = self.encode(x, t, mask)
-        z = self.latents(posterior.sample(generator), t, solver)
+        z0 = posterior.sample(generator)
+        z = self.latents(z0, t, solver)
         if mask is not None:
             x, mask, z = x[seen], mask[seen], z[seen]  # each observed set, (sets, n, d)
         how = {"trace": trace, "probes": probes, "solver": solver, "generator": generator}
         log_prob = self.decoder.log_prob(x, mask, z, **how)
         log_prob = log_prob.new_zeros(seen.shape).masked_scatter(seen, log_prob)  # (B, T)
-        return log_prob.sum(-1), posterior.kl()
+        if self.prior is None:
+            return log_prob.sum(-1), posterior.kl()
+        log_prior = self.prior.log_prob(z0[:, None], solver=solver, generator=generator)
+        return log_prob.sum(-1), posterior.log_prob(z0) - log_prior
 
     def decode(
         self, z0, t, points, generator=None, continuous=False, solver=None, progress=iter, mask=None
@@ -441,9 +450,12 @@ class TemporalSetVAE(nn.Module):
 
     @torch.no_grad()
     def sample(self, sets, t, points, generator=None, **how) -> Tensor:
-        """Eq. 12: z₀ ~ N(0, I), then decode."""
+        """Eq. 12: z₀ ~ p(z₀), then decode."""
         check_counts(sets=sets)
-        z0 = normal((sets, self.latent), self.decoder.mean, generator)
+        if self.prior is None:
+            z0 = normal((sets, self.latent), self.decoder.mean, generator)
+        else:
+            z0 = self.prior.sample(sets, 1, generator)[:, 0]
         return self.decode(z0, t, points, generator, **how)
 
     @torch.no_grad()

@@ -2,9 +2,10 @@
 
     python train_temporal.py                               built-in digits, no download
     python train_temporal.py --data mnist --cuda           the paper's recipe
-    python train_temporal.py --data mnist --objective matching --minutes 30
+    python train_temporal.py --data mnist --objective matching --prior flow --minutes 30
     python train_temporal.py --finetune runs/temporal --objective matching --kl 0.01 --out runs/two
-    python train_temporal.py --load runs/temporal --sample 6 --times 0:1.5:0.05 --points 500
+    python train_temporal.py --fit-prior runs/temporal
+    python train_temporal.py --load runs/temporal --prior flow --sample 6 --times 0:1.5:0.05
     python train_temporal.py --load runs/temporal --reconstruct mine.npy --at 0,0.3,0.55,1
     python train_temporal.py --load runs/temporal --evaluate --classifier runs/digits
     python train_temporal.py --data mine.npz --objective matching --out runs/mine
@@ -16,10 +17,8 @@
     1e-3, batches of 128; authors' code:
     halved every 50 of 100 epochs          the defaults; INTERVALS
     Eq. 11, ELBO                           measure_elbo; --objective elbo
-    Eq. 12, 13, sampling at any time       --sample, --reconstruct
-    Fig. 5, 6, samples, red and green      samples.png, moving.png; frame
-    Fig. 7, conditional samples            reconstructions.png
-    Fig. 8, interpolation of z₀            latent.png
+    Eq. 12, 13, sampling at any time       --sample, --reconstruct: support/series_runs.py
+    Fig. 5 to 8, pictures of a run         support/series_pictures.py
 
 x is `(B, T, n, d)`: B series of T sets; t is `(T,)`, or `(B, T)` for series with their own times;
 mask is `(B, T, n)`, True where a point exists, all False for a set that was not observed.
@@ -30,11 +29,15 @@ Departures from the paper
   --valid-series and --test-series evenly spaced series: a CPU needs up to a second for each.
   `tolerance_error` beside a test's ELBO is by how many nats per point a series is off at the
   solver's tolerance: the most among CHECKED_SERIES, solved at a hundredth of it.
-- The paper shows pictures only. We measure, too: Chamfer distances of reconstructions at trained
-  times, between and beyond them, to an independent draw of the true set there. Rivals: a copy of
-  the true set at the nearest trained time, and, as the floor, one more draw of the true set.
-  And whether a classifier of still digits reads reconstructions, turned back, as it reads the sets
-  that were given: `--classifier`, a run of `train_cls.py --data mnist`.
+- `--prior flow` replaces the paper's N(0, I) by a flow that is fitted to posteriors of training
+  series once the VAE is trained (beyond/prior.py). Weights are still selected with N(0, I).
+- The paper shows pictures only. We measure, too (support/series_scores.py): Chamfer distances of
+  reconstructions at trained times, between and beyond them, to an independent draw of the true set
+  there. Rivals: a copy of the true set at the nearest trained time, and, as the floor, one more
+  draw of the true set. Samples are scored against test sets at each given time; of digits, also by
+  how far a series, turned back, is from its first set, beside real series. With `--classifier`, a
+  run of `train_cls.py --data mnist`: whether reconstructions, turned back, are read as the sets
+  that were given, and how many series of samples have one label at all times, beside real ones.
 - `--objective matching` regresses the decoder on straight paths, in units of the data's deviation,
   instead of solving it: error per coordinate + --kl · KL / coordinates of a series + --moments ·
   error of the characteristic function that z predicts (beyond/matching.py). With noise and points
@@ -45,50 +48,34 @@ Departures from the paper
 - A person's own series (--data PATH, support/own_files.py) may have any d, sizes and times. Their
   test: Chamfer distances of reconstructions to the observed sets of series with at least two, and
   to every second inner set while the encoder does not see it (interpolation). Rival: a copy of the
-  nearest other set that is seen. There is no second draw of a set, so no floor.
-- In pictures and files a point keeps its base point y over time (Eq. 13 draws y anew at each time),
-  so that it moves continuously; the distribution of the set at each time is the same.
+  nearest other set that is seen. There is no second draw of a set, so no floor. Samples are scored
+  if all series have the same times.
 - "Halved every 50 epochs" is "after half the run", so that any budget has all of it.
 """
 
-import argparse
 import itertools
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 
 import data
 import exnode
+from beyond import prior
 from beyond.matching import COUPLINGS, Moments, temporal_matching_loss
 from solvers import SolverError
-from support import models, options, pictures, training
-from support.files import write_whole
-from support.metrics import chamfer
-from support.series import (
-    as_mask,
-    as_seen,
-    count_points,
-    full_mask,
-    observed_series,
-    shown_mask,
-    sum_distances,
-    window,
-    with_nan,
-)
+from support import models, options, series, series_pictures, series_runs, series_scores, training
+from support.series import count_points, generator, is_own
 
 INTERVALS = 2  # of the run, each with half the learning rate of the one before
 HIDDEN = {"concatsquash": [512] * 3, "attention": [128] * 3, "transformer": [128] * 4}
-TIMES, POINTS = [0.0, 0.25, 0.5, 0.75, 1.0], 64  # of the paper's series
 CHECKED_SERIES = 8  # test series that are solved once more, at a hundredth of the tolerance
+PRIOR_SERIES = 20_000  # training series that a prior is fitted to, at most
 RENEWED = 20  # batches that batch normalisation's statistics are computed from anew
 ADVICE = "on a CPU, --objective matching trains the decoder without a solver"
 UNITS = "nats per point, in pixels: log p / n on half a canvas − 2 ln 14; kl in nats per series"
 OWN_UNITS = "nats per point, in the units of the file; kl in nats per series"
-FARTHEST = 1000  # time that anyone may ask for
 MODEL_OPTIONS = (
     "data", "columns", "skip_bad", "noise", "category", "points", "times", "decoder", "hidden",
     "latent", "seed",
@@ -100,27 +87,6 @@ TRAINING = (  # options without a meaning for a finished run
 
 
 # --------------------------------------------------------------------------------------- options
-def times(text):
-    """Increasing times: "0,0.25,1", or "start:stop:step" with its stop."""
-    try:
-        if ":" in text:
-            start, stop, step = map(float, text.split(":"))
-            count = int((stop - start) / step + 1e-6)
-            if count >= 10_000:
-                raise argparse.ArgumentTypeError(f"{text!r} has {count + 1} times: at most 10000")
-            values = [round(start + k * step, 9) for k in range(count + 1)]
-        else:
-            values = [float(v) for v in text.split(",")]
-    except (ValueError, ArithmeticError):
-        want = "want a list such as 0,0.25,1 or a range such as 0:1.5:0.05"
-        raise argparse.ArgumentTypeError(f"{text!r}: {want}") from None
-    near = bool(values) and np.abs(values).max() <= FARTHEST
-    if not near or not (np.diff(np.float32(values)) > 0).all():
-        within = f"from -{FARTHEST} to {FARTHEST}"
-        raise argparse.ArgumentTypeError(f"{text!r}: times must increase, {within}")
-    return values
-
-
 def parse(argv=None):
     usual = {"epochs": 100, "batch_size": 128, "every": 800}
     parser = options.shared("Model sets over time.", "temporal", **usual)
@@ -128,7 +94,7 @@ def parse(argv=None):
     add = parser.group("data")
     help = "Trained times, or with --load those of the output: a list or start:stop:step; if not"
     help += " given, 0,0.25,0.5,0.75,1. Your own series have theirs in the file."
-    add("--times", type=times, help=help)
+    add("--times", type=series.times, help=help)
     help = "Number of points in each set; if not given, 64, or all those of your own series."
     add("--points", type=number(int, 1, below=10**10), help=help)
     add("--category", help='Digits or labels to read, such as "1,7"; if not given, all.')
@@ -159,6 +125,11 @@ def parse(argv=None):
     help = "Start from the best weights of a RUN, whose data and model options are the defaults;"
     help += " with another --decoder or --hidden, from those of the encoder and the latent ODE."
     add("--finetune", type=options.path, metavar="RUN", help=help)
+    help = "Prior of z: normal, the paper's, or a flow that is fitted after training; if not given,"
+    help += " that of the run, or normal."
+    add("--prior", choices=("normal", "flow"), help=help)
+    help = "Factor of the posterior's deviations with a prior that is fitted; if not given, 1."
+    add("--width", type=number(float, 0.01, below=100), help=help)
     help = "Weight of the KL in matching; with --coupling none, 0.42 is the ELBO's own."
     add("--kl", type=number(float, 0), default=0.05, help=help)
     help = "How matching pairs noise with points."
@@ -171,6 +142,8 @@ def parse(argv=None):
     help += " from z: the encoder learns much sooner; 20 is a start."
     add("--moments", type=number(float, 0), default=0.0, help=help)
     add = parser.group("from a finished run")
+    help = "Fit a prior to the training series of a finished RUN, for --prior flow with --load RUN."
+    add("--fit-prior", type=options.path, metavar="RUN", help=help)
     add("--evaluate", action="store_true", help="Only test the best weights of --load RUN.")
     add("--sample", type=number(int, 1), metavar="K", help="Draw K series from --load RUN.")
     help = "Reconstruct your series: a file as for --data, with times, or a .npy file of (T, n, d)"
@@ -178,18 +151,22 @@ def parse(argv=None):
     help += " half a canvas, y up."
     add("--reconstruct", type=options.path, metavar="FILE", help=help)
     help = "Times of the sets in a .npy file; if not given, evenly spaced from 0 to 1."
-    add("--at", type=times, help=help)
+    add("--at", type=series.times, help=help)
     args = parser.parse_args(argv)
-    if args.finetune and args.load:
-        parser.error("--finetune trains: leave out --load")
-    if options.goes_on(args) and not args.load:
+    finished = args.load or args.fit_prior
+    if args.finetune and finished:
+        parser.error("--finetune trains: leave out --load and --fit-prior")
+    if args.load and args.fit_prior:
+        parser.error("--fit-prior RUN names its run: leave out --load")
+    if options.goes_on(args) and not finished:
         args = options.parse_as_in(args.out, parser, argv)
     elif args.finetune:
         hidden, args = args.hidden, options.parse_as_in(args.finetune, parser, argv, MODEL_OPTIONS)
         if args.decoder != parser.get_default("decoder"):  # that of the run
             args.hidden = hidden
-    if args.load:
-        args = options.parse_finished(args.load, parser, argv, TRAINING)
+    if finished:
+        args = options.parse_finished(finished, parser, argv, TRAINING)
+        args.load = finished
         names = ("decoder", "hidden", "latent")
         options.refuse(parser, args, names, "is not that of the model in --load RUN")
     args.hidden = args.hidden or HIDDEN[args.decoder]
@@ -199,21 +176,28 @@ def parse(argv=None):
 
 def check(parser, args):
     """The options, if they go together."""
-    tasks = [args.evaluate, args.sample is not None, args.reconstruct is not None]
-    if sum(tasks) != bool(args.load):
+    tasks = [args.evaluate, args.sample, args.reconstruct, args.fit_prior]
+    if sum(task not in (None, False) for task in tasks) != bool(args.load):
         parser.error("--load RUN goes with one of --evaluate, --sample and --reconstruct")
     if args.at and Path(args.reconstruct or "").suffix != ".npy":
         parser.error("--at gives the times of --reconstruct FILE.npy; other files have their own")
+    if args.fit_prior:
+        names = ("points", "times", "category", "seed", "prior", "trace", "test_series", "out")
+        options.refuse(parser, args, names, "is that of the run: leave it out")
+    if args.reconstruct is not None:
+        options.refuse(parser, args, ("prior",), "is for samples and the ELBO")
+    if not args.fit_prior and (args.load or args.prior != "flow"):
+        options.refuse(parser, args, ("width",), "is for a prior that is fitted: --prior flow")
     if args.sample or args.reconstruct is not None:
         names = ("data", "category", "batch_size", "test_series", "classifier", "noise")
         options.refuse(parser, args, names, "is for the test series, which nothing reads here")
-        args.times = args.times or usual_times(args.load)
+        args.times = args.times or series.usual_times(args.load)
     elif is_own(args):
         names, why = ("times", "classifier"), "is for turning digits: own series have their times"
         options.refuse(parser, args, names, why)
         args.times = args.classifier = None
     else:
-        args.times, args.points = args.times or TIMES, args.points or POINTS
+        args.times, args.points = args.times or series.TIMES, args.points or series.POINTS
     if args.sample:
         options.refuse(parser, args, ("columns", "skip_bad"), "is for files, which nothing reads")
     if args.objective == "elbo":
@@ -234,25 +218,12 @@ def reads_trace(args):
 
 
 # ------------------------------------------------------------------------------- series and model
-def is_own(args):
-    return args.data not in data.NAMES
-
-
 def load_series(args):
     kind = {"task": "temporal", "category": args.category, "points": args.points}
-    kind |= {"seed": args.seed, "times": args.times or TIMES, **options.own_data(args)}
+    kind |= {"seed": args.seed, "times": args.times or series.TIMES, **options.own_data(args)}
     splits = data.load(args.data, args.root, **kind)
-    check_times(args.data, splits.train.source.times)
+    series.check_times(args.data, splits.train.source.times)
     return splits
-
-
-def check_times(path, known):
-    """An error unless times (T,) or (N, T) of series are near 0 and differ in float32."""
-    first, last = np.nanmin(known), np.nanmax(known)
-    if max(-first, last) > FARTHEST or (np.diff(np.float32(known)) <= 0).any():
-        way = "subtract the first, and choose another unit of time"
-        within = f"want steps that float32 resolves, from -{FARTHEST} to {FARTHEST}"
-        raise training.UsageError(f"{path}: times from {first:g} to {last:g}: {within}: {way}")
 
 
 def check_own(args, split):
@@ -265,39 +236,6 @@ def check_own(args, split):
             raise training.UsageError(f"--pieces {args.pieces}: {why}: give --points")
 
 
-def usual_times(run):
-    """Five evenly spaced times in the range of a run's own series; TIMES, if it has none."""
-    span = (training.read_sets(run) or {}).get("times", TIMES)
-    fine = isinstance(span, list) and all(isinstance(t, int | float) for t in span)
-    if not fine or not span or not np.abs(span).max() <= FARTHEST:
-        raise training.UsageError(f"{run}/sets.json: {str(span)[:40]} are no times")
-    return np.unique(np.linspace(span[0], span[-1], 5).round(9)).tolist()
-
-
-def known_sizes(args, run):
-    """Points in a set, --points or those of a run's training series, and how often: two arrays."""
-    info = training.read_sets(run)
-    if args.points or not info:
-        return np.array([[args.points or POINTS], [1]])
-    return np.array([pair for pairs in info["sizes"].values() for pair in pairs]).T
-
-
-def choose_sizes(args, run, count):
-    """Points in each of `count` samples, drawn from known_sizes."""
-    size, series = known_sizes(args, run)
-    return np.random.default_rng(args.seed).choice(size, count, p=series / series.sum())
-
-
-def at_times(split, times):
-    """The same series at other times; a time that comes twice has two draws of its set."""
-    return replace(split, source=replace(split.source, times=np.array(times, np.float64)))
-
-
-def spread(count, most=11):
-    """At most so many of `count` positions, evenly spaced, the first and last among them."""
-    return np.linspace(0, count - 1, min(count, most)).round().astype(np.int64)
-
-
 def build(args, dim):
     try:
         model = models.build(vars(args), dim)
@@ -308,13 +246,6 @@ def build(args, dim):
     return model
 
 
-def check_memory(args, world, points, sets, each, whole=0):
-    """Estimated peak bytes for `sets` sets, with `each` numbers a point, and a whole output."""
-    pairs = 8 * points if args.decoder != "concatsquash" else 0
-    need = 4 * (whole + sets * points * (each + pairs))
-    training.check_memory(need, world, f"sets of {points} points with the other options")
-
-
 def check_training_memory(args, world, split):
     """What the encoder and one evaluation of the decoder hold; backpropagation holds about 30."""
     sets = min(args.batch_size, len(split)) // world.size * split.times.shape[-1]
@@ -322,26 +253,11 @@ def check_training_memory(args, world, split):
     if args.objective == "elbo":
         decoder *= (1 + split.dim) * (30 if args.gradient == "backprop" else 1)  # with tangents
     weights = (args.latent + max(args.hidden)) * (1024 + 3 * sum(args.hidden))
-    check_memory(args, world, split.points, sets, 4 * (1024 + decoder), 4 * weights)
-
-
-def generator(args, world):
-    return torch.Generator(world.device).manual_seed(args.seed + 7919 * world.rank)
-
-
-def moving(args, draws):
-    """How sets are drawn for files and pictures: a point keeps its base point over time."""
-    watch = partial(training.watch, "decoding")
-    return {"points": args.points, "generator": draws, "continuous": True, "progress": watch}
+    peak = (split.points, sets, 4 * (1024 + decoder), 4 * weights)
+    series_runs.check_memory(args, world, *peak)
 
 
 # --------------------------------------------------------------------------------------- measures
-def shared_batches(split, args, world, what):
-    """This process's batches of a split, with a line about progress every half minute."""
-    batches = data.batches(split, args.batch_size, training=False, workers=1, **world.share)
-    return training.watch(what, batches, data.steps(split, args.batch_size, training=False))
-
-
 def test_trace(args):
     """The exact trace, or --trace for a transformer, which has no shortcut to it."""
     return args.trace if args.decoder == "transformer" else "exact"
@@ -352,7 +268,7 @@ def measure_elbo(model, split, args, world):
     """The mean ELBO of a split's series and its parts, as UNITS says."""
     total = torch.zeros(4, dtype=torch.float64, device=world.device)
     how = {"generator": generator(args, world), "trace": test_trace(args)}
-    for batch in shared_batches(split, args, world, "ELBO"):
+    for batch in series.shared_batches(split, args, world, "ELBO"):
         parts, points = model.elbo_terms(batch.x, batch.t, batch.mask, **how), count_points(batch)
         log_p, kl = (part.double() for part in parts)
         log_p = log_p / points + split.log_unit
@@ -380,117 +296,31 @@ def tolerance_error(model, split, args, world):
     return (found[0] - found[1]).abs().max().item()
 
 
-def test_times(trained):
-    """Trained times, the middles between them, and a quarter and a half beyond the last."""
-    middles = [(a + b) / 2 for a, b in zip(trained, trained[1:])]
-    return sorted([*trained, *middles, trained[-1] + 0.25, trained[-1] + 0.5])
-
-
-def kind_of(t, trained):
-    if t in trained:
-        return "reconstruction"
-    return "interpolation" if trained[0] < t < trained[-1] else f"extrapolation to {t:g}"
-
-
-@torch.no_grad()
-def measure_sets(model, split, args, world):
-    """Chamfer distances to the true set at each of test_times: of model, copy and floor."""
-    trained, at = args.times, test_times(args.times)
-    nearest = [min(range(len(trained)), key=lambda i: abs(trained[i] - t)) for t in at]
-    total = torch.zeros(3, len(at), dtype=torch.float64, device=world.device)
-    draws = generator(args, world)
-    three = at_times(split, [*trained, *at, *at])  # what is given, the truth, one more draw of it
-    for batch in shared_batches(three, args, world, "reconstruction"):
-        x, truth, again = batch.x.split([len(trained), len(at), len(at)], 1)
-        made = model.reconstruct(x, trained, at, **moving(args, draws))
-        for k, rival in enumerate((made, x[:, nearest], again)):
-            for i in range(len(at)):  # one by one, for their (B, n, n) distances
-                total[k, i] += chamfer(rival[:, i], truth[:, i]).double().sum()
-    rows = (world.sum(total) / len(split)).T.tolist()
-    names = ("t", "kind", "model", "copy", "floor")
-    return [dict(zip(names, (t, kind_of(t, trained), *row))) for t, row in zip(at, rows)]
-
-
-@torch.no_grad()
-def measure_own_sets(model, split, args, world):
-    """Mean Chamfer distances of model and copy to observed sets, and to those left out."""
-    total = torch.zeros(2, 3, dtype=torch.float64, device=world.device)
-    draws = generator(args, world)
-    for batch in shared_batches(split, args, world, "reconstruction"):
-        mask = full_mask(batch)
-        batch = batch._replace(mask=mask, t=batch.t.expand(mask.shape[:2]))
-        seen = mask.any(-1)
-        place, sets = seen.cumsum(1), seen.sum(1, keepdim=True)  # 1 is the first observed set
-        inner = seen & (place % 2 == 0) & (place < sets)
-        total[0] += sum_distances(model, batch, seen, seen & (sets > 1), draws)
-        total[1] += sum_distances(model, batch, seen & ~inner, inner, draws)
-    means = {}
-    for kind, (mine, copy, sets) in zip(("reconstruction", "interpolation"), world.sum(total)):
-        if sets:
-            means[kind] = {"model": (mine / sets).item(), "copy": (copy / sets).item()}
-    return means
-
-
-def load_model(option, run, kind):
-    """The trained model of a run, of the class `kind`."""
-    return training.load_model(option, run, exnode.load, kind, f"a {kind.__name__}")
-
-
-@torch.no_grad()
-def measure_recognition(model, classifier, split, args, world):
-    """Shares of sets, turned back, that the classifier labels as the given ones, or rightly."""
-    total, draws = torch.zeros(3, dtype=torch.float64, device=world.device), generator(args, world)
-    back, digits = -np.pi * split.times, torch.tensor([int(name) for name in split.classes])
-
-    def labels(x):  # from units of half a canvas about its centre to the canvas
-        x = data.rotate_clockwise(x.cpu().numpy(), back) / 2 + 0.5
-        return classifier(torch.from_numpy(x).to(world.device)).argmax(-1)
-
-    for x, _, label, t, _ in shared_batches(split, args, world, "recognition"):
-        made = model.reconstruct(x, t, args.times, **moving(args, draws))
-        given, made, true = labels(x), labels(made), digits.to(label.device)[label, None]
-        pairs = ((made, given), (made, true), (given, true))
-        total += torch.stack([(a == b).double().mean(-1).sum() for a, b in pairs])
-    names = ("as_given", "right", "given_right")
-    return dict(zip(names, (world.sum(total) / len(split)).tolist()))
+def load_classifier(args):
+    """The classifier of still digits in --classifier, or None."""
+    if args.classifier:
+        return series_runs.load_model("--classifier", args.classifier, exnode.SetClassifier)
 
 
 def test_metrics(model, split, args, world):
-    """ELBO, and Chamfer distances for each time and on average over times of a kind."""
-    if args.classifier:
-        classifier = load_model("--classifier", args.classifier, exnode.SetClassifier)
-    split = split.some(args.test_series)
+    """ELBO; Chamfer distances of reconstructions at each time and by kind of time; samples."""
+    classifier, split = load_classifier(args), split.some(args.test_series)
     metrics = measure_elbo(model, split, args, world)
     metrics["tolerance_error"] = tolerance_error(model, split, args, world)
     metrics |= {"tolerance": {k: model.solver[k] for k in ("rtol", "atol")}, "series": len(split)}
-    if is_own(args):
-        distances = measure_own_sets(model, split, args, world)
-        return metrics | {"units": OWN_UNITS, "chamfer": distances}
-    if args.classifier:
+    metrics |= {"prior": args.prior or "normal", "units": OWN_UNITS if is_own(args) else UNITS}
+    if classifier:
         classifier.to(world.device)
-        metrics["recognised"] = measure_recognition(model, classifier, split, args, world)
-    rows, means = measure_sets(model, split, args, world), {}
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        mine = [row for row in rows if row["kind"] == kind]
-        means[kind] = {k: sum(r[k] for r in mine) / len(mine) for k in ("model", "copy", "floor")}
-    return metrics | {"units": UNITS, "chamfer": means, "at_times": rows}
-
-
-def show(metrics):
-    """The table of a test, on stderr."""
-    form = (
-        "ELBO {elbo:.4f} ± {standard_error:.4f}: log-likelihood {log_likelihood:.4f}, KL {kl:.1f}"
-    )
-    training.say(f"test {form.format(**metrics)}; {metrics['units']}")
-    if (off := metrics.get("tolerance_error")) is not None:
-        training.say(f"at the solver's tolerance, series are off by up to {off:.2g} nats per point")
-    for i, (kind, row) in enumerate(metrics["chamfer"].items()):
-        if not i:
-            training.say(f"{'Chamfer distance':24}" + "".join(f"{name:>11}" for name in row))
-        training.say(f"{kind:24}" + "".join(f"{value:11.5g}" for value in row.values()))
-    if share := metrics.get("recognised"):
-        form = "reconstructions labelled as the given sets {as_given:.3f}, rightly {right:.3f}; "
-        training.say((form + "given sets rightly {given_right:.3f}").format(**share))
+        found = series_scores.recognition(model, classifier, split, args, world)
+        metrics["recognised"] = found
+    if is_own(args):
+        metrics["chamfer"] = series_scores.own_distances(model, split, args, world)
+    else:
+        rows = series_scores.distances_at_times(model, split, args, world)
+        metrics |= {"chamfer": series_scores.mean_by_kind(rows), "at_times": rows}
+    if scores := series_scores.score_samples(model, split, args, world, classifier):
+        metrics["samples"] = scores
+    return metrics
 
 
 # --------------------------------------------------------------------------------------- training
@@ -521,8 +351,9 @@ def start(args, model, train):
             new += ("moments.",)
         training.load_best(model, args.finetune, new)
     if fresh and (args.objective == "matching" or is_own(args)):
-        x, mask, _ = train.draw(np.arange(min(len(train), 500)))
-        x = torch.from_numpy(x if mask is None else x[mask])
+        few = train.some(500)
+        batch = next(data.batches(few, len(few), training=False))
+        x = batch.x if batch.mask is None else batch.x[batch.mask]
         try:
             model.decoder.standardise(x.to(model.decoder.mean.device))
         except ValueError as e:
@@ -534,8 +365,7 @@ def start(args, model, train):
 def train(args):
     """One run: train, select, test, draw; the contents of its results.json."""
     world = training.connect(args)
-    if args.classifier:  # a mistake shows before training
-        load_model("--classifier", args.classifier, exnode.SetClassifier)
+    load_classifier(args)  # a mistake shows before training
     with training.directory(args, world, "elbo") as results:
         return results or train_here(args, world)
 
@@ -563,291 +393,68 @@ def train_here(args, world):
     run = training.begin(args, world, make, begin, steps, INTERVALS)
     model, advice = run.model, "" if args.cuda or args.objective == "matching" else ADVICE
     run.fit(make_loss(args, splits.train), batches, evaluate, best="valid_elbo", advice=advice)
+    if args.prior == "flow":
+        fit_prior(args, model, splits, world)
     if world.rank == 0:
-        draw_curves(Path(args.out), args)
-        draw_samples(Path(args.out), args, model, generator(args, world))
-        draw = draw_own_reconstructions if is_own(args) else draw_reconstructions
-        draw(Path(args.out), args, model, splits.test, generator(args, world))
+        series_pictures.draw_run(args, model, splits.test, generator(args, world))
     metrics = test_metrics(model, splits.test, args, world)
-    show(metrics)
+    series_scores.show(metrics)
     return run.finish(metrics)
 
 
-# --------------------------------------------------------------------------------------- pictures
-def frame(t, trained):
-    """The paper's boxes: red between trained times, green beyond, none at them."""
-    return {"reconstruction": None, "interpolation": "red"}.get(kind_of(t, trained), "green")
-
-
-def draw_rows(path, rows, trained, title):
-    """Rows (label, times, sets (T, n, d)): of the model, in boxes, if the label is not in grey."""
-    middle, limits = window(*(sets for _, _, sets in rows))
-    titles = [[f"t = {t:.4g}" for t in times] for _, times, _ in rows]
-    grey = [label in ("true", "given") for label, _, _ in rows]
-    frames = [[None if g else frame(t, trained) for t in row[1]] for g, row in zip(grey, rows)]
-    picture = pictures.point_grid(
-        [[as_seen(x, middle) for x in sets] for _, _, sets in rows],
-        titles=titles[0] if all(t == titles[0] for t in titles) else titles,
-        row_labels=[label for label, _, _ in rows],
-        frames=frames,
-        title=title,
-        colours=["grey" if g else "blue" for g in grey],
-        limits=limits,
-    )
-    pictures.write_png(path, picture)
-
-
-def draw_moving(path, x, times, trained, title, across=6):
-    """An animation of series x (B, T, n, d): a frame for each time."""
-    (middle, limits), images = window(x), []
-    for k, t in enumerate(times):
-        sets = [as_seen(series[k], middle) for series in x]
-        rows = [sets[i : i + across] for i in range(0, len(x), across)]
-        frames = [[frame(t, trained)] * len(row) for row in rows]
-        head = f"{title}, t = {t:.2f}"
-        images.append(pictures.point_grid(rows, frames=frames, title=head, limits=limits))
-    pictures.write_apng(path, images, [0.1] * (len(images) - 1) + [1.0])
-
-
-def draw_curves(out, args):
-    """curves.png: ELBO, KL and loss, one above the other."""
-    line, objective = partial(training.curve, out), args.objective
-    units = "the units of the file" if is_own(args) else "pixels"
-    held = {"ELBO": line("valid_elbo"), "log-likelihood": line("valid_log_likelihood")}
-    panels = [(held, "nats per point", f"held-out series, in {units}")]
-    panels += [({"KL": line("valid_kl")}, "nats per series", "held-out series")]
-    panels += [({"loss": line("loss")}, objective, f"training by --objective {objective}")]
-    images = [pictures.curves(s, "step", y, title, size=(720, 260)) for s, y, title in panels]
-    pictures.write_png(out / "curves.png", np.concatenate(images))
-
-
-def draw_samples(out, args, model, draws):
-    """samples.png and moving.png: series from the prior."""
-    if is_own(args):
-        at, title = usual_times(out), "samples"
-        trained = fine = np.unique(np.linspace(at[0], at[-1], 29).round(9)).tolist()
-    else:
-        trained, at = args.times, test_times(args.times)
-        title = "samples; red: between trained times, green: beyond"
-        fine = np.linspace(trained[0], trained[-1] + 0.5, 31).round(9).tolist()
-    x = draw_series(args, model, out, 6, at, draws)
-    rows = [(str(i + 1), at, sets) for i, sets in enumerate(x)]
-    draw_rows(out / "samples.png", rows, at if is_own(args) else trained, title)
-    x = draw_series(args, model, out, 12, fine, draws)
-    draw_moving(out / "moving.png", x, fine, trained, "samples")
-
-
-def draw_series(args, model, run, count, times, draws):
-    """Series from the prior, `(count, T, n, d)`, NaN where there is no point."""
-    mask = as_mask(choose_sizes(args, run, count), len(times)).to(draws.device)
-    how = {**moving(args, draws), "points": mask.shape[-1], "mask": shown_mask(mask)}
-    return with_nan(model.sample(count, times, **how), mask)
-
-
-@torch.no_grad()
-def draw_own_reconstructions(out, args, model, split, draws):
-    """reconstructions.png and latent.png of (up to) four of a person's own test series."""
-    few = split.some(4)
-    batch = next(data.batches(few, len(few), training=False, device=draws.device))
-    mask = full_mask(batch)
-    z0 = model.encode(batch.x, batch.t, mask).mean
-    how = {**moving(args, draws), "points": mask.shape[-1]}
-    made = with_nan(model.decode(z0, batch.t, mask=mask, **how), mask)
-    truth, t = with_nan(batch.x, mask), batch.t.expand(mask.shape[:2]).tolist()
-    rows, known = [], [time for times in t for time in times]
-    for i, seen in enumerate(mask.any(-1).cpu().numpy()):
-        pick = np.flatnonzero(seen)[spread(seen.sum(), 5)]
-        times = [t[i][k] for k in pick]
-        rows += [("true", times, truth[i, pick]), ("model", times, made[i, pick])]
-    title = "test series, and what the model makes of them"
-    draw_rows(out / "reconstructions.png", rows, known, title)
-    at = usual_times(out)
-    draw_latent(out, model, z0, at, known + at, (rows[0], rows[-2]), how)
-
-
-def draw_latent(out, model, z0, at, trained, ends, how):
-    """latent.png: z₀ on a line between those of two series, whose rows are `ends`."""
-    share = torch.linspace(0, 1, 6, device=z0.device)[:, None]
-    x = model.decode(torch.lerp(z0[:1], z0[-1:], share), at, **how).cpu().numpy()
-    rows = [(f"{a:.1f}", at, sets) for a, sets in zip(share[:, 0].tolist(), x)]
-    title = "z0 on the line between those of two test series"
-    draw_rows(out / "latent.png", [ends[0], *rows, ends[1]], trained, title)
-
-
-@torch.no_grad()
-def draw_reconstructions(out, args, model, split, draws):
-    """reconstructions.png and latent.png: of the first test series of (up to) four classes."""
-    trained, at = args.times, test_times(args.times)
-    _, first = np.unique(split.labels[split.index], return_index=True)
-    first = first if len(first) > 1 else np.arange(len(split))
-    truth = at_times(split, at).draw(first[spread(len(first), 4)])[0]
-    x = torch.from_numpy(truth[:, [at.index(t) for t in trained]]).to(draws.device)
-    z0 = model.encode(x, trained).mean
-    x = model.decode(z0, at, **moving(args, draws)).cpu().numpy()
-    pairs = [(("true", at, a), ("model", at, b)) for a, b in zip(truth, x)]
-    title = "test series, and what the model makes of their sets at times without a box"
-    draw_rows(out / "reconstructions.png", [row for pair in pairs for row in pair], trained, title)
-    ends = [("true", at, truth[k]) for k in (0, -1)]
-    draw_latent(out, model, z0, at, trained, ends, moving(args, draws))
+def fit_prior(args, model, splits, world):
+    """Give the model a prior that is fitted to its posteriors: prior.pt in --out."""
+    if world.rank == 0:
+        found = []
+        for split, most in ((splits.train, PRIOR_SERIES), (splits.valid, PRIOR_SERIES // 10)):
+            some = split.some(most)
+            batches = data.batches(some, args.batch_size, training=False, device=world.device)
+            total = data.steps(some, args.batch_size, training=False)
+            mean, std = prior.posteriors(model, training.watch("encoding", batches, total))
+            found.append(exnode.Posterior(mean, std * (args.width or 1)))
+        flow = prior.fit(*found, args.seed, partial(training.watch, "prior"))
+        state = prior.as_state(flow, model, args.width or 1)
+        training.write_checkpoint(Path(args.out) / "prior.pt", state)
+    world.wait()
+    series_runs.attach_prior(args.out, model)
 
 
 # --------------------------------------------------------------------------------- finished runs
-def restore(args):
-    """The best model of --load, and where it is."""
-    world, model = training.connect(args), load_model("--load", args.load, exnode.TemporalSetVAE)
-    return world, model.to(world.device)
-
-
-def check_output_memory(args, world, series, points, given=0):
-    """For `series` of output with so many points a set, while `given` points are encoded."""
-    whole = 6 * series * len(args.times) * points  # the output, while it is made
-    check_memory(args, world, points, 1, 8 * max(args.hidden), whole + 2048 * given)
-    training.make_folder(args.out)
-
-
-def trained_times(args):
-    """Times without a box in pictures: --times of the run, or all in the range of own series."""
-    if before := training.read_config(args.load).get("times"):
-        return before
-    known = usual_times(args.load)
-    first, last = known[0], known[-1]
-    return sorted({first, last} | {t for t in args.times if first <= t <= last})
-
-
-def write_series(args, name, x, rows, trained, title):
-    """Series x, NaN where there is no point, as NAME.npy, .npz, .png and -moving.png in --out."""
-    name = Path(args.out) / name
-    write_whole(f"{name}.npy", lambda f: np.save(f, x))
-    there = ~np.isnan(x).any(-1)
-    arrays = {"x": np.nan_to_num(x), "mask": there, "time": np.array(args.times)}
-    if x.ndim == 4:  # as --data and --reconstruct read it
-        write_whole(f"{name}.npz", lambda f: np.savez(f, **arrays))
-    draw_rows(f"{name}.png", rows, trained, title)
-    moving, pick = x if x.ndim == 4 else x[None], spread(len(args.times), 200)
-    times = [args.times[k] for k in pick]
-    draw_moving(f"{name}-moving.png", moving[:24, pick], times, trained, title)
-    training.say(f"{name}.npy {x.shape}, {name}.png and {name}-moving.png")
-    return {"sets": x, "times": args.times, "file": f"{name}.npy"}
-
-
-def sample(args):
-    """--sample: K series from the prior, at --times."""
-    world, model = restore(args)
-    check_output_memory(args, world, args.sample, int(known_sizes(args, args.load)[0].max()))
-    x = draw_series(args, model, args.load, args.sample, args.times, generator(args, world))
-    pick = spread(len(args.times))
-    at = [args.times[k] for k in pick]
-    rows = [(str(i + 1), at, sets[pick]) for i, sets in enumerate(x[:10])]
-    name = f"samples-{args.sample}x{x.shape[2]}-seed{args.seed}"
-    return write_series(args, name, x, rows, trained_times(args), "samples")
-
-
-def reconstruct(args):
-    """--reconstruct: a person's own series, as the model sees them, at --times."""
-    world, model = restore(args)
-    one = False
-    if Path(args.reconstruct).suffix == ".npy":
-        x, one = read_series(args.reconstruct, model.dim)
-        made, given, at = reconstruct_array(args, world, model, x)
-    else:
-        made, given, at = reconstruct_file(args, world, model)
-    rows, pick = [], spread(len(args.times))
-    for (times, series), sets in zip(given, made):
-        some = spread(len(times))
-        rows.append(("given", [times[k] for k in some], series[some]))
-        rows.append(("model", [args.times[k] for k in pick], sets[pick]))
-    name = f"{Path(args.reconstruct).stem}-reconstructed"
-    title = "given series, and what the model makes of it"
-    return write_series(args, name, made[0] if one else made, rows, at, title)
-
-
-def reconstruct_array(args, world, model, x):
-    """Series x (B, T, n, d) at --at, made anew at --times; the first five; times without a box."""
-    at = args.at or np.linspace(0, 1, x.shape[1]).round(9).tolist()
-    if len(at) != x.shape[1]:
-        raise training.UsageError(f"--at has {len(at)} times for the {x.shape[1]} sets of a series")
-    points = args.points or x.shape[2]
-    few = max(1, exnode.PIECE // x[0, ..., 0].size)  # series that are encoded at once
-    check_output_memory(args, world, len(x), points, x[:few, ..., 0].size)
-    made, draws = [], generator(args, world)
-    for part in training.watch("series", torch.from_numpy(x).split(few)):
-        there, part = ~part.isnan().any(-1), part.nan_to_num().to(world.device)
-        how = {"mask": there.to(world.device), **moving(args, draws), "points": points}
-        made.append(model.reconstruct(part, at, args.times, **how).cpu())
-    return torch.cat(made).numpy(), [(at, series) for series in x[:5]], at
-
-
-@torch.no_grad()
-def reconstruct_file(args, world, model):
-    """Series of a file made anew at --times; its first five; times without a box."""
-    split = data.load_all(args.reconstruct, args.data, **options.own_data(args))
-    if split.times is None or split.dim != model.dim:
-        got = f"{split.dim}-D sets" + ("" if split.times is not None else " without times")
-        want = f"want series of {model.dim}-D sets"
-        raise training.UsageError(f"--reconstruct {args.reconstruct}: {got}: {want}")
-    check_times(args.reconstruct, split.times)
-    sizes = np.full(len(split), args.points) if args.points else split.sizes
-    points, each = int(sizes.max()), split.times.shape[-1] * int(split.sizes.max())
-    few = max(1, exnode.PIECE // each)  # series that are encoded at once
-    check_output_memory(args, world, len(split), points, few * each)
-    made = np.full((len(split), len(args.times), points, model.dim), np.nan, np.float32)
-    given, draws, where = {}, generator(args, world), np.arange(len(split))
-    parts = np.split(where, range(few, len(split), few))
-    for batch, part in zip(data.batches(split, few, training=False, device=world.device), parts):
-        z0 = model.encode(batch.x, batch.t, batch.mask).mean
-        mask = as_mask(sizes[part], len(args.times)).to(world.device)
-        how = {**moving(args, draws), "points": mask.shape[-1], "mask": shown_mask(mask)}
-        rows = split.index[part]  # as in the file
-        made[rows, :, : mask.shape[-1]] = with_nan(model.decode(z0, args.times, **how), mask)
-        given |= {i: series for i, series in zip(rows, observed_series(batch)) if i < 5}
-    return made, [given[i] for i in sorted(given)], trained_times(args)
-
-
-def read_series(path, dim):
-    """Series (B, T, n, d) in a file, NaN where there is no point; and whether axis B was added."""
-
-    def wrong(why):
-        return training.UsageError(f"--reconstruct {path}: {why}")
-
-    if not Path(path).is_file():
-        raise wrong("no such file")
-    try:
-        x = np.load(path, allow_pickle=False)
-    except Exception as e:  # whatever numpy raises for a stranger's header
-        raise wrong(str(e).partition("\n")[0] or "empty") from None
-    if not isinstance(x, np.ndarray) or x.dtype.kind not in "fiu":
-        raise wrong("not one array of numbers")
-    if x.ndim not in (3, 4) or x.shape[-1] != dim or not x.size:
-        raise wrong(f"shape {x.shape}, not (T, n, {dim}) or (B, T, n, {dim})")
-    with np.errstate(over="ignore"):
-        x = x.astype(np.float32)
-    odd = np.isinf(x).any(-1) | (np.isnan(x).any(-1) != np.isnan(x).all(-1))
-    if odd.any():
-        raise wrong(f"point {np.argwhere(odd)[0].tolist()} is infinite, or partly NaN")
-    if (empty := np.isnan(x).all((-2, -1))).any():
-        raise wrong(f"set {np.argwhere(empty)[0].tolist()} has no points")
-    return (x[None] if x.ndim == 3 else x), x.ndim == 3
+def fit_prior_only(args):
+    world, model = series_runs.restore(args)
+    splits = load_series(args)
+    check_dim(args, splits.test, model)
+    fit_prior(args, model, splits, world)
+    training.say(f"{Path(args.out) / 'prior.pt'} is for --load {args.load} --prior flow")
+    return model
 
 
 def evaluate_only(args):
-    world, model = restore(args)
+    world, model = series_runs.restore(args)
     test = load_series(args).test
-    if test.dim != model.dim:
-        raise training.UsageError(f"--load {args.load}: a model of {model.dim}-D, not {test.dim}-D")
-    check_memory(args, world, test.points, 1, 8 * max(args.hidden))
+    check_dim(args, test, model)
+    series_runs.check_memory(args, world, test.points, 1, 8 * max(args.hidden))
     training.make_folder(args.out)
     test = test_metrics(model, test, args, world)
-    show(test)
+    series_scores.show(test)
     return training.write_evaluation(test, args, world)
+
+
+def check_dim(args, split, model):
+    if split.dim != model.dim:
+        got = f"a model of {model.dim}-D, not {split.dim}-D"
+        raise training.UsageError(f"--load {args.load}: {got}")
 
 
 def main(argv=None):
     """The results, also printed: of a run, or of what is made from one."""
     args = parse(argv)
+    if args.fit_prior:
+        return fit_prior_only(args)
     if args.sample:
-        return sample(args)
+        return series_runs.sample(args)
     if args.reconstruct is not None:
-        return reconstruct(args)
+        return series_runs.reconstruct(args)
     if args.evaluate:
         return evaluate_only(args)
     return training.several(args, train, "elbo") if args.runs > 1 else train(args)

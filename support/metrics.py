@@ -55,6 +55,8 @@ def sample_scores(samples, real, mask=None, watch=iter):
     1-NNA    share of all 2N sets whose nearest other set is of their own kind: 0.5 is ideal
     MMD      mean over real sets of the distance to the nearest sample: smaller is better
     COV      share of real sets that are the nearest one of some sample: larger is better
+
+    standard_errors are those of independent sets, which neighbours are only nearly.
     """
     if len(samples) != len(real) or len(real) < 2:
         raise ValueError(f"as many samples as real sets, at least 2: {len(samples)}, {len(real)}")
@@ -62,8 +64,16 @@ def sample_scores(samples, real, mask=None, watch=iter):
     own = [chamfer_matrix(sets, sets, mask, mask, watch=watch) for sets in (samples, real)]
     own = [distances.fill_diagonal_(math.inf) for distances in own]
     near = torch.cat([own[0].amin(1) < cross.amin(1), own[1].amin(1) < cross.amin(0)])
-    return {
-        "1-NNA": near.double().mean().item(),
-        "MMD": cross.amin(0).double().mean().item(),
-        "COV": len(cross.argmin(1).unique()) / len(real),
-    }
+    covered = torch.zeros(len(real), device=cross.device)
+    covered[cross.argmin(1)] = 1
+    found = {"1-NNA": near, "MMD": cross.amin(0), "COV": covered}
+    found = {name: with_error(values) for name, values in found.items()}
+    errors = {name: value["standard_error"] for name, value in found.items()}
+    return {name: value["mean"] for name, value in found.items()} | {"standard_errors": errors}
+
+
+def with_error(values):
+    """The mean of values (N,), and its standard error."""
+    values = values.double()
+    error = values.std().item() / len(values) ** 0.5
+    return {"mean": values.mean().item(), "standard_error": error}

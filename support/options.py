@@ -21,7 +21,7 @@ SCHEDULES = ("halve", "one-cycle")
 GROUPS = ("data", "the model of the paper", "training", "ours", "from a finished run")
 PLACES = (  # where, and what is done beside training: not kept, and may change when a run goes on
     "out", "root", "resume", "cuda", "load", "evaluate", "last", "sample", "path",
-    "reconstruct", "at", "score", "label", "context",
+    "reconstruct", "fit_prior", "at", "score", "label", "context",
 )  # fmt: skip
 DATA = ("data", "columns", "skip_bad", "noise")  # which sets, and how they are read
 DELETED = ("mix", "random_times")  # options that a run from before may have in its config.json

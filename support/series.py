@@ -1,15 +1,86 @@
-"""Series of ragged sets: masks, their Chamfer distances to rivals, and their points in pictures.
+"""Series of sets: their times and masks, and how a run's options say to draw them.
 
 x is `(B, T, n, d)`; t is `(T,)` or `(B, T)`; mask is `(B, T, n)`, True where a point exists, all
 False for a set that was not observed. A batch is that of support/splits.py.
 """
 
+import argparse
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import torch
 
-from support.metrics import chamfer
+import data
+from support import training
+
+TIMES, POINTS = [0.0, 0.25, 0.5, 0.75, 1.0], 64  # of the paper's series
+FARTHEST = 1000  # time that anyone may ask for
 
 
+# ------------------------------------------------------------------------------------------ times
+def times(text):
+    """Increasing times: "0,0.25,1", or "start:stop:step" with its stop."""
+    try:
+        if ":" in text:
+            start, stop, step = map(float, text.split(":"))
+            count = int((stop - start) / step + 1e-6)
+            if count >= 10_000:
+                raise argparse.ArgumentTypeError(f"{text!r} has {count + 1} times: at most 10000")
+            values = [round(start + k * step, 9) for k in range(count + 1)]
+        else:
+            values = [float(v) for v in text.split(",")]
+    except (ValueError, ArithmeticError):
+        want = "want a list such as 0,0.25,1 or a range such as 0:1.5:0.05"
+        raise argparse.ArgumentTypeError(f"{text!r}: {want}") from None
+    near = bool(values) and np.abs(values).max() <= FARTHEST
+    if not near or not (np.diff(np.float32(values)) > 0).all():
+        within = f"from -{FARTHEST} to {FARTHEST}"
+        raise argparse.ArgumentTypeError(f"{text!r}: times must increase, {within}")
+    return values
+
+
+def check_times(path, known):
+    """An error unless times (T,) or (N, T) of series are near 0 and differ in float32."""
+    first, last = np.nanmin(known), np.nanmax(known)
+    if max(-first, last) > FARTHEST or (np.diff(np.float32(known)) <= 0).any():
+        way = "subtract the first, and choose another unit of time"
+        within = f"want steps that float32 resolves, from -{FARTHEST} to {FARTHEST}"
+        raise training.UsageError(f"{path}: times from {first:g} to {last:g}: {within}: {way}")
+
+
+def usual_times(run):
+    """Five evenly spaced times in the range of a run's own series; TIMES, if it has none."""
+    span = (training.read_sets(run) or {}).get("times", TIMES)
+    fine = isinstance(span, list) and all(isinstance(t, int | float) for t in span)
+    if not fine or not span or not np.abs(span).max() <= FARTHEST:
+        raise training.UsageError(f"{run}/sets.json: {str(span)[:40]} are no times")
+    return np.unique(np.linspace(span[0], span[-1], 5).round(9)).tolist()
+
+
+def at_times(split, times):
+    """The same series at other times; a time that comes twice has two draws of its set."""
+    return replace(split, source=replace(split.source, times=np.array(times, np.float64)))
+
+
+def tested_times(trained):
+    """Trained times, the middles between them, and a quarter and a half beyond the last."""
+    middles = [(a + b) / 2 for a, b in zip(trained, trained[1:])]
+    return sorted([*trained, *middles, trained[-1] + 0.25, trained[-1] + 0.5])
+
+
+def kind_of(t, trained):
+    if t in trained:
+        return "reconstruction"
+    return "interpolation" if trained[0] < t < trained[-1] else f"extrapolation to {t:g}"
+
+
+def spread(count, most=11):
+    """At most so many of `count` positions, evenly spaced, the first and last among them."""
+    return np.linspace(0, count - 1, min(count, most)).round().astype(np.int64)
+
+
+# ------------------------------------------------------------------------------------------ masks
 def full_mask(batch):
     """The mask of a batch, also where all points exist."""
     return torch.ones_like(batch.x[..., 0]).bool() if batch.mask is None else batch.mask
@@ -44,44 +115,43 @@ def observed_series(batch):
     return [(t[i].cpu()[seen[i]].tolist(), x[i][seen[i].numpy()]) for i in range(len(x))]
 
 
-def sum_distances(model, batch, given, wanted, draws):
-    """Sums over `wanted` sets (B, T) of the distances of model and copy; how many sets these are.
-
-    Only `given` sets are seen. A reconstruction has as many points as its set.
-    """
-    x, mask, _, t, _ = batch
-    if not wanted.any():
-        return torch.zeros(3, dtype=torch.float64, device=x.device)
-    z0 = model.encode(x, t, mask & given[..., None]).mean
-    made = model.decode(z0, t, x.shape[-2], draws, mask=mask & wanted[..., None])
-    near = nearest(t, given)
-    found = []
-    for i in range(x.shape[1]):  # one by one, for their (B, n, n) distances
-        rows = wanted[:, i].nonzero()[:, 0]
-        true, there, other = x[rows, i], mask[rows, i], (rows, near[rows, i])
-        rivals = ((made[rows, i], there), (x[other], mask[other]))
-        each = [chamfer(rival, true, its, there).double().sum() for rival, its in rivals]
-        found.append(torch.stack([*each, each[0].new_tensor(len(rows))]))
-    return torch.stack(found).sum(0)
+# -------------------------------------------------------------------------- what options say
+def is_own(args):
+    return args.data not in data.NAMES
 
 
-def nearest(t, given):
-    """For each set at times t (B, T), which other one of the given sets is nearest in time."""
-    gap = (t[:, :, None] - t[:, None, :]).abs()
-    same = torch.eye(t.shape[1], dtype=torch.bool, device=t.device)
-    return gap.masked_fill(same | ~given[:, None, :], torch.inf).argmin(-1)
+def generator(args, world):
+    return torch.Generator(world.device).manual_seed(args.seed + 7919 * world.rank)
 
 
-def as_seen(x, middle):
-    """The points of a set (n, d) as pictures show them, in two or three axes; None if none."""
-    x = (x - middle)[~np.isnan(x).any(-1), :3]
-    x = np.pad(x, ((0, 0), (0, 1))) if x.shape[-1] == 1 else x
-    return x if len(x) else None
+def moving(args, draws):
+    """How sets are drawn for files and pictures: a point keeps its base point over time."""
+    watch = partial(training.watch, "decoding")
+    return {"points": args.points, "generator": draws, "continuous": True, "progress": watch}
 
 
-def window(*sets):
-    """The mean of all points, and (−a, a) about it that holds all but a hundredth, with room."""
-    points = np.concatenate([s.reshape(-1, s.shape[-1]) for s in sets])
-    middle = np.nanmean(points, 0)
-    a = 1.2 * float(np.nanquantile(np.abs(points - middle), 0.99)) or 1.0
-    return middle, (-a, a)
+def shared_batches(split, args, world, what):
+    """This process's batches of a split, with a line about progress every half minute."""
+    batches = data.batches(split, args.batch_size, training=False, workers=1, **world.share)
+    return training.watch(what, batches, data.steps(split, args.batch_size, training=False))
+
+
+def known_sizes(args, run):
+    """Points in a set, --points or those of a run's training series, and how often: two arrays."""
+    info = training.read_sets(run)
+    if args.points or not info:
+        return np.array([[args.points or POINTS], [1]])
+    return np.array([pair for pairs in info["sizes"].values() for pair in pairs]).T
+
+
+def choose_sizes(args, run, count):
+    """Points in each of `count` samples, drawn from known_sizes."""
+    size, series = known_sizes(args, run)
+    return np.random.default_rng(args.seed).choice(size, count, p=series / series.sum())
+
+
+def draw_series(args, model, run, count, times, draws):
+    """Series from the prior, `(count, T, n, d)`, NaN where there is no point."""
+    mask = as_mask(choose_sizes(args, run, count), len(times)).to(draws.device)
+    how = {**moving(args, draws), "points": mask.shape[-1], "mask": shown_mask(mask)}
+    return with_nan(model.sample(count, times, **how), mask)

@@ -1,13 +1,14 @@
 """metrics.py against loops over points and sets."""
 
 import math
+import statistics
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.metrics import chamfer, chamfer_matrix, sample_scores
+from support.metrics import chamfer, chamfer_matrix, sample_scores, with_error
 
 
 def brute_force(x, y):
@@ -44,28 +45,36 @@ def test_the_matrix_of_distances_does_not_depend_on_its_pieces(pairs):
 
 
 def brute_force_scores(samples, real):
-    """One set at a time, as the definitions say."""
+    """One set at a time, as the definitions say: for each score what its mean is of."""
     sets = [(0, s) for s in samples.tolist()] + [(1, s) for s in real.tolist()]
-    right = 0
+    right = []
     for i, (kind, x) in enumerate(sets):
         others = [(brute_force(x, y), k) for j, (k, y) in enumerate(sets) if j != i]
-        right += min(others)[1] == kind
+        right.append(float(min(others)[1] == kind))
     d = [[brute_force(s, r) for r in real.tolist()] for s in samples.tolist()]
     nearest = {row.index(min(row)) for row in d}
     matching = [min(row[j] for row in d) for j in range(len(real))]
-    return {
-        "1-NNA": right / len(sets),
-        "MMD": sum(matching) / len(real),
-        "COV": len(nearest) / len(real),
-    }
+    return {"1-NNA": right, "MMD": matching, "COV": [float(j in nearest) for j in range(len(real))]}
 
 
 @given(st.integers(2, 6), st.floats(0, 2), st.integers(0, 2**31))
-def test_scores_are_their_definitions(sets, shift, seed):
+def test_scores_and_their_errors_are_their_definitions(sets, shift, seed):
     g = torch.Generator().manual_seed(seed)
     samples = torch.randn(sets, 4, 2, generator=g, dtype=torch.float64) + shift
     real = torch.randn(sets, 4, 2, generator=g, dtype=torch.float64)
-    assert sample_scores(samples, real) == pytest.approx(brute_force_scores(samples, real))
+    found, wanted = sample_scores(samples, real), brute_force_scores(samples, real)
+    errors = found.pop("standard_errors")
+    assert found == pytest.approx({k: statistics.mean(v) for k, v in wanted.items()})
+    for name, values in wanted.items():
+        error = statistics.stdev(values) / len(values) ** 0.5
+        assert errors[name] == pytest.approx(error)
+
+
+def test_an_error_is_how_much_means_of_other_draws_differ():
+    draws = torch.randn(2000, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = [with_error(row) for row in draws]
+    spread = statistics.stdev(one["mean"] for one in found)
+    assert statistics.mean(one["standard_error"] for one in found) == pytest.approx(spread, rel=0.1)
 
 
 def test_scores_tell_good_samples_from_bad_ones():

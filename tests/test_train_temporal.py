@@ -19,8 +19,9 @@ import data
 import exnode
 import train_cls
 import train_temporal
+from beyond import prior
 from exnode import TemporalSetVAE
-from support import own_sets, training
+from support import own_sets, series, series_scores, training
 from support.metrics import chamfer
 from support.pictures import COLOURS
 
@@ -237,7 +238,7 @@ def test_the_elbo_is_per_point_in_pixels():
 
 def test_true_sets_at_other_times_are_the_same_digits_turned_and_drawn_anew():
     split = few_series(some_args("--points", "64")).test
-    x = train_temporal.at_times(split, [0, 0, 0.3]).draw(np.arange(20))[0]
+    x = series.at_times(split, [0, 0, 0.3]).draw(np.arange(20))[0]
     first, second, turned = (torch.from_numpy(x[:, k]) for k in range(3))
     back = torch.from_numpy(data.rotate_clockwise(x[:, 2:], np.array([-0.3 * np.pi]))[:, 0])
     assert not torch.equal(first, second)
@@ -250,18 +251,18 @@ def test_true_sets_at_other_times_are_the_same_digits_turned_and_drawn_anew():
 def test_a_model_that_copies_scores_as_the_copy_and_near_the_floor_only_where_trained(monkeypatch):
     args = some_args("--points", "32")
     model, split = train_temporal.build(args, 2).eval(), few_series(args).test
-    at, shown = train_temporal.test_times(args.times), []
+    at, shown = series.tested_times(args.times), []
     assert at == [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5]
 
     def copies(x, t, t_out, **how):
         assert (t, t_out) == (args.times, at)
         start = len(x) * len(shown)
-        x = train_temporal.at_times(split, args.times).draw(np.arange(start, start + len(x)))[0]
+        x = series.at_times(split, args.times).draw(np.arange(start, start + len(x)))[0]
         shown.append(1)
         return torch.from_numpy(x[:, [0, 0, 1, 1, 2, 2, 2]])
 
     monkeypatch.setattr(model, "reconstruct", copies)
-    for row in train_temporal.measure_sets(model, split, args, WORLD):
+    for row in series_scores.distances_at_times(model, split, args, WORLD):
         assert row["model"] == pytest.approx(row["copy"], rel=0.05)  # but for 0.1 pixels of noise
         assert (row["copy"] < 1.3 * row["floor"]) == (row["kind"] == "reconstruction")
 
@@ -272,6 +273,184 @@ def test_a_finished_run_can_be_evaluated_again(runs):
     assert train_temporal.main(["--load", str(out), "--evaluate"])["test"] == results["test"]
     other = train_temporal.main(["--load", str(out), "--evaluate", "--times", "0,0.3"])["test"]
     assert [row["t"] for row in other["at_times"]] == [0, 0.15, 0.3, 0.55, 0.8]
+
+
+# ------------------------------------------------------------------------------- a learned prior
+@pytest.fixture
+def fitted(run, tmp_path, monkeypatch):
+    """A run with a prior that --fit-prior fitted in few steps."""
+    monkeypatch.setattr(prior, "STEPS", 30)
+    shutil.copytree(run, tmp_path / "run")
+    train_temporal.main(["--fit-prior", str(tmp_path / "run"), "--width", "1.5"])
+    return tmp_path / "run"
+
+
+def test_a_prior_is_used_where_it_is_asked_for_and_nowhere_else(run, fitted, runs):
+    names = {p.name for p in fitted.iterdir()} - {p.name for p in run.iterdir()}
+    assert names == {"prior.pt"}
+    plain = train_temporal.main(["--load", str(fitted), "--evaluate"])
+    assert plain["test"] == runs["matching"][1]["test"]
+    learned = train_temporal.main(["--load", str(fitted), "--evaluate", "--prior", "flow"])["test"]
+    assert (plain["test"]["prior"], learned["prior"]) == ("normal", "flow")
+    assert learned["samples"]["prior"] == "flow"
+    assert learned["chamfer"] == plain["test"]["chamfer"]  # of posterior means
+    assert learned["kl"] != plain["test"]["kl"]
+    points = 3 * 6
+    assert learned["elbo"] == pytest.approx(learned["log_likelihood"] - learned["kl"] / points)
+    sets = []
+    for more in ([], ["--prior", "normal"], ["--prior", "flow"]):
+        sets.append(train_temporal.main(["--load", str(fitted), "--sample", "3", *more])["sets"])
+    assert np.array_equal(sets[0], sets[1])
+    assert not np.allclose(sets[1], sets[2], atol=1e-2)
+
+
+def test_a_run_that_is_told_to_fits_its_prior_and_remembers_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(prior, "STEPS", 30)
+    out = tmp_path / "run"
+    options = [*MATCHING, "--epochs", "1", "--prior", "flow", "--out", str(out)]
+    results = train_temporal.main(options)
+    assert results["test"]["prior"] == "flow"
+    assert (out / "prior.pt").exists()
+    assert train_temporal.main(["--load", str(out), "--evaluate"])["test"] == results["test"]
+
+
+def test_a_prior_that_is_not_there_or_not_of_this_run_is_one_line_and_exit_code_2(
+    run, fitted, tmp_path, capsys
+):
+    for task in (["--sample", "2"], ["--evaluate"]):
+        code, err = run_here(capsys, "--load", run, *task, "--prior", "flow")
+        assert (code, err.count("\n")) == (2, 1)
+        assert f"--fit-prior {run}" in err
+    state = training.read_checkpoint(fitted / "best.pt")
+    whole, kept = (fitted / "prior.pt").read_bytes(), training.read_checkpoint(fitted / "prior.pt")
+    wrong = [("damaged", b""), ("damaged", whole[:3000])]
+    wrong += [("latent numbers", kept | {"latent": 3}), ("width", kept | {"width": math.inf})]
+    wrong += [("another model", kept | {"prior": {}}), ("other weights", kept | {"encoder": "no"})]
+    name = "blocks.0.field.last.bias"
+    for value in (math.nan, math.inf):
+        bad = kept["prior"] | {name: torch.full_like(kept["prior"][name], value)}
+        wrong += [("not finite", kept | {"prior": bad})]
+    for says, content in wrong:
+        if isinstance(content, dict):
+            torch.save(content, fitted / "prior.pt")
+        else:
+            (fitted / "prior.pt").write_bytes(content)
+        code, err = run_here(capsys, "--load", fitted, "--sample", "2", "--prior", "flow")
+        assert (code, err.count("\n")) == (2, 1), err
+        assert says in err
+        assert "prior.pt" in err
+    (fitted / "prior.pt").write_bytes(whole)
+    state["model"]["mean.6.bias"] += 1e-3  # the run has changed since
+    torch.save(state, fitted / "best.pt")
+    code, err = run_here(capsys, "--load", fitted, "--sample", "2", "--prior", "flow")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "the run has changed" in err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--fit-prior", "RUN", "--load", "RUN"],
+        ["--fit-prior", "RUN", "--sample", "2"],
+        ["--fit-prior", "RUN", "--times", "0,1"],
+        ["--fit-prior", "RUN", "--seed", "3"],
+        ["--fit-prior", "RUN", "--prior", "flow"],
+        ["--fit-prior", "RUN", "--lr", "1"],
+        ["--fit-prior", "RUN", "--width", "0"],
+        ["--fit-prior", "RUN", "--finetune", "RUN"],
+        ["--fit-prior", "/nowhere"],
+        ["--load", "RUN", "--sample", "2", "--width", "2"],
+        ["--load", "RUN", "--reconstruct", "mine.npy", "--prior", "normal"],
+        ["--prior", "uniform"],
+        ["--width", "2"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_options_of_a_prior_are_one_line_and_exit_code_2(run, tmp_path, capsys, options):
+    options = [str(run) if word == "RUN" else word for word in options]
+    out = [] if str(run) in options else ["--out", tmp_path / "run"]
+    code, err = run_here(capsys, *out, *options)
+    assert (code, err.count("\n")) == (2, 1), err
+    assert not (run / "prior.pt").exists()
+
+
+# ------------------------------------------------------------------------------- scores of samples
+def turning(count, times, seed=0, points=40):
+    """Series of one arc each, which turn as the data do; points are drawn anew at each time."""
+    rng = np.random.default_rng(seed)
+    angle = rng.uniform(0, 2.5, (count, len(times), points))
+    x = np.stack([0.5 * np.cos(angle), 0.9 * np.sin(angle)], -1) * rng.uniform(
+        0.6, 1, (count, 1, 1, 1)
+    )
+    return torch.from_numpy(data.rotate_clockwise(np.float32(x), np.pi * np.array(times)))
+
+
+def test_what_turns_as_the_data_is_near_itself_when_turned_back():
+    times = [0.0, 0.5, 1.0]
+    x = turning(20, times)
+    still = x[:, :1].expand(-1, 3, -1, -1)
+    both = [series_scores.distance_turned_back(a, times).mean() for a in (x, still)]
+    assert both[0] < both[1] / 5
+    first, *later = x.unbind(1)
+    by_hand = [torch.stack([a[..., 0] * 0 - a[..., 1], a[..., 0]], -1) for a in later[:1]]
+    by_hand += [-later[1]]
+    wanted = torch.stack([chamfer(sets, first) for sets in by_hand]).mean(0)
+    assert torch.allclose(series_scores.distance_turned_back(x, times), wanted, atol=1e-5)
+
+
+def test_a_series_has_one_label_if_it_has_it_at_all_times():
+    times, labels = [0.0, 1.0], torch.tensor([[3, 3], [3, 4], [7, 7], [0, 1]])
+    found = series_scores.one_label(
+        lambda x: torch.nn.functional.one_hot(labels, 10), turning(4, times), times
+    )
+    assert found.tolist() == [True, False, True, False]
+
+
+def test_samples_are_scored_beside_real_series_at_each_given_time(monkeypatch):
+    args = some_args("--points", "32", "--category", "1,7")
+    split, model = few_series(args).test, small_model().float()
+    real = torch.from_numpy(few_series(args).test.draw(np.arange(len(split)))[0])
+    again = torch.from_numpy(
+        series.at_times(split, [*args.times, *args.times]).draw(np.arange(len(split)))[0]
+    )[:, 3:]
+
+    def upright(x):
+        return torch.stack([x[..., 1].mean(-1), -x[..., 1].mean(-1)], -1)
+
+    found = {}
+    for name, made in (
+        ("perfect", again),
+        ("still", again[:, :1].expand_as(real)),
+        ("far", real + 3),
+    ):
+        monkeypatch.setattr(model, "sample", lambda *a, made=made, **how: made)
+        found[name] = series_scores.score_samples(model, split, args, WORLD, upright)
+    rows = {name: scores["at_times"] for name, scores in found.items()}
+    assert [row["t"] for row in rows["perfect"]] == args.times
+    assert all(row["1-NNA"] == 1 and row["MMD"] > 1 for row in rows["far"])
+    assert all(row["1-NNA"] < 0.6 for row in rows["perfect"])
+    assert rows["still"][0]["1-NNA"] < 0.6 < rows["still"][1]["1-NNA"]
+    back = {name: scores["turned_back"] for name, scores in found.items()}
+    assert back["perfect"]["samples"]["mean"] == pytest.approx(
+        back["perfect"]["real"]["mean"], abs=4 * back["perfect"]["real"]["standard_error"]
+    )
+    assert back["still"]["samples"]["mean"] > 2 * back["still"]["real"]["mean"]
+    assert 0 < back["perfect"]["real"]["standard_error"] < back["perfect"]["real"]["mean"]
+    assert 0 <= found["perfect"]["one_label"]["real"]["mean"] <= 1
+
+
+def test_own_series_are_scored_if_they_have_common_times(tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(24, 3, 5, 2))
+    x[::2, :, 3:] = np.nan
+    np.savez(tmp_path / "mine.npz", x=x, time=np.array([0.0, 0.5, 2]))
+    args = train_temporal.parse(["--data", str(tmp_path / "mine.npz"), *OWN])
+    split, model = LOAD_SERIES(args).train, train_temporal.build(args, 2).eval()
+    found = series_scores.score_samples(model, split, args, WORLD)
+    assert [row["t"] for row in found["at_times"]] == [0, 0.5, 2]
+    assert found.keys() == {"series", "prior", "at_times"}
+    args = train_temporal.parse(["--data", write_own(tmp_path / "other.npz"), *OWN])
+    assert series_scores.score_samples(model, LOAD_SERIES(args).train, args, WORLD) is None
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +472,10 @@ def test_a_classifier_of_upright_digits_reads_reconstructions(run, digits, capsy
     options = ["--load", str(run), "--evaluate", "--classifier", str(digits)]
     shares = train_temporal.main(options)["test"]["recognised"]
     assert all(0 <= v <= 1 for v in shares.values())
-    assert f"labelled as the given sets {shares['as_given']:.3f}" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert f"labelled as the given sets {shares['as_given']:.3f}" in err
+    assert "samples at t = 0.5: 1-NNA" in err
+    assert "one label: samples" in err
 
 
 def test_a_model_that_copies_is_recognised_as_what_it_copies(monkeypatch):
@@ -306,7 +488,7 @@ def test_a_model_that_copies_is_recognised_as_what_it_copies(monkeypatch):
 
     model, truth = small_model().float(), torch.from_numpy(split.draw(np.arange(16))[0])
     monkeypatch.setattr(model, "reconstruct", lambda *a, **how: truth)
-    shares = train_temporal.measure_recognition(model, classify, split, args, WORLD)
+    shares = series_scores.recognition(model, classify, split, args, WORLD)
     assert shares["as_given"] == 1
     assert shares["right"] == shares["given_right"] < 1
     first, middle, last = seen[0].unbind(1)  # all upright, about the middle of the unit square
@@ -317,7 +499,7 @@ def test_a_model_that_copies_is_recognised_as_what_it_copies(monkeypatch):
     assert upright < upside_down / 2
     assert chamfer(first, middle).mean() < upside_down / 2
     monkeypatch.setattr(model, "reconstruct", lambda *a, **how: -truth)
-    shares = train_temporal.measure_recognition(model, classify, split, args, WORLD)
+    shares = series_scores.recognition(model, classify, split, args, WORLD)
     assert shares["as_given"] < 0.9
 
 
@@ -420,7 +602,7 @@ def test_samples_of_a_run_depend_on_the_seed_only(run, tmp_path):
 
 def test_points_move_continuously_in_time():
     model = train_temporal.build(some_args(), 2).eval()
-    how = train_temporal.moving(some_args(), torch.Generator().manual_seed(0))
+    how = series.moving(some_args(), torch.Generator().manual_seed(0))
     x = model.sample(5, [0.5, 0.501, 1.5], **how).detach()
     step, long = (x[:, k] - x[:, 0] for k in (1, 2))
     assert step.abs().max() < 0.01
@@ -438,8 +620,8 @@ def test_a_person_s_own_series_may_be_ragged_and_irregular(run, tmp_path, capsys
         size = 6 - i - k  # points in this set: as first ones, or scattered
         some[i, k, :size], other[i, k, 8 : 8 - size : -1] = x[i, k, :size], x[i, k, :size]
 
-    def reconstruct(name, series, *options):
-        np.save(tmp_path / f"{name}.npy", series)
+    def reconstruct(name, array, *options):
+        np.save(tmp_path / f"{name}.npy", array)
         options = ["--reconstruct", tmp_path / f"{name}.npy", "--times", "0,0.5,2", *options]
         code, err = run_here(capsys, "--load", tmp_path / "run", "--out", tmp_path, *options)
         assert code == 0, err
@@ -457,7 +639,7 @@ def test_a_person_s_own_series_may_be_ragged_and_irregular(run, tmp_path, capsys
 
 
 @pytest.mark.parametrize(
-    ("series", "says"),
+    ("given", "says"),
     [
         (np.zeros((3, 4, 3)), "shape"),
         (np.zeros((3, 2)), "shape"),
@@ -470,8 +652,8 @@ def test_a_person_s_own_series_may_be_ragged_and_irregular(run, tmp_path, capsys
         (np.zeros((2, 4, 2)), "--at has 3 times for the 2 sets"),
     ],
 )
-def test_a_wrong_series_is_one_line_and_exit_code_2(run, tmp_path, capsys, series, says):
-    np.save(tmp_path / "mine.npy", series, allow_pickle=True)
+def test_a_wrong_series_is_one_line_and_exit_code_2(run, tmp_path, capsys, given, says):
+    np.save(tmp_path / "mine.npy", given, allow_pickle=True)
     options = ["--reconstruct", tmp_path / "mine.npy", "--at", "0,0.5,1", "--out", tmp_path]
     code, err = run_here(capsys, "--load", run, *options)
     assert (code, err.count("\n")) == (2, 1)
@@ -522,7 +704,7 @@ def test_beside_the_elbo_stands_by_how_much_a_series_is_off(runs):
     for tolerance in (1.0, 1e-2):
         how = {"trace": "exact", "solver": model.solver | {"rtol": tolerance, "atol": tolerance}}
         with torch.no_grad():
-            ends.append(model.elbo(x, t, None, train_temporal.generator(args, WORLD), **how))
+            ends.append(model.elbo(x, t, None, series.generator(args, WORLD), **how))
     assert wrong == pytest.approx((ends[0] - ends[1]).abs().max().item() / 18, rel=1e-3)
 
 
@@ -641,10 +823,11 @@ def test_what_stands_where_there_is_no_point_changes_neither_loss_nor_measure(
             train_temporal.start(args, model, split)
             batch = next(data.batches(split, 12))
             batch = batch._replace(x=batch.x.masked_fill(~batch.mask[..., None], garbage))
-            monkeypatch.setattr(train_temporal, "shared_batches", lambda *_, b=batch: [b])
+            for module in (series, series_scores):
+                monkeypatch.setattr(module, "shared_batches", lambda *_, b=batch: [b])
             found += [train_temporal.make_loss(args, split)(model, batch).item()]
             found += [train_temporal.measure_elbo(model.eval(), split, args, WORLD)["elbo"]]
-            found += train_temporal.measure_own_sets(model, split, args, WORLD).values()
+            found += series_scores.own_distances(model, split, args, WORLD).values()
     half = len(found) // 2
     assert found[:half] == found[half:]
 
@@ -687,9 +870,9 @@ def test_a_model_that_returns_the_truth_is_nearer_than_a_copy_of_the_nearest_set
         def decode(self, z0, t, points, draws, mask):
             return z0
 
-    monkeypatch.setattr(train_temporal, "shared_batches", lambda *_: [batch])
+    monkeypatch.setattr(series_scores, "shared_batches", lambda *_: [batch])
     args = some_args()
-    found = train_temporal.measure_own_sets(Perfect(), None, args, WORLD)
+    found = series_scores.own_distances(Perfect(), None, args, WORLD)
     assert kept == [[True, True, True, False], [True, False, True, False]]
     assert found["reconstruction"] == {"model": 0, "copy": pytest.approx(2 * (1 + 1 + 16) / 3)}
     assert found["interpolation"] == {"model": 0, "copy": 2}
@@ -852,12 +1035,12 @@ def test_a_second_run_into_the_same_directory_is_refused(run, capsys):
 
 # ------------------------------------------------------------------------------- options
 def test_times_are_a_list_or_a_range_with_its_end():
-    assert train_temporal.times("0,.25,1.5") == [0, 0.25, 1.5]
-    assert train_temporal.times("0:1.5:0.5") == [0, 0.5, 1, 1.5]
-    fine = train_temporal.times("0:1.5:0.05")
+    assert series.times("0,.25,1.5") == [0, 0.25, 1.5]
+    assert series.times("0:1.5:0.5") == [0, 0.5, 1, 1.5]
+    fine = series.times("0:1.5:0.05")
     assert (len(fine), fine[3], fine[5], fine[-1]) == (31, 0.15, 0.25, 1.5)
-    assert train_temporal.times("0:1:0.3") == [0, 0.3, 0.6, 0.9]
-    assert train_temporal.times("2:2:1") == [2]
+    assert series.times("0:1:0.3") == [0, 0.3, 0.6, 0.9]
+    assert series.times("2:2:1") == [2]
 
 
 def test_the_defaults_are_the_paper_s_recipe():
@@ -890,4 +1073,4 @@ def test_a_decoder_that_attends_can_be_evaluated_and_trained_by_either_objective
 
 
 def test_help_says_in_sentences_what_every_option_does(capsys):
-    check_help(train_temporal, capsys, 41)
+    check_help(train_temporal, capsys, 44)
