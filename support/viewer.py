@@ -8,8 +8,8 @@
 x = centre + half · (8 q / 65534 − 4), with the centre and half-width of its section's window, and
 q = 65535 where a point is not drawn. The page says beside a set what it leaves out.
 
-Shapes: a set is `(n, d)`, or `(F, n, d)` over time, NaN where there is no point. y is up in 2-D, z
-in 3-D; of more than three axes the first three are drawn.
+Shapes: a set is `(n, d)`, or `(F, n, d)` over time, with NaN for a point at times when there is
+none. y is up in 2-D, z in 3-D; of more than three axes the first three are drawn.
 """
 
 import base64
@@ -26,6 +26,7 @@ import numpy as np
 from support.files import write_whole
 
 REACH, LEVELS = 4, 65534  # half-widths from the centre to the farthest point drawn; the largest q
+GIVEN = ("real", "given", "true")  # kinds that are not of a model: drawn in grey
 MOST_SETS, MOST_POINTS, MOST_NUMBERS = 200, 20_000, 6_000_000  # page, set, page: up to 16 MB
 
 
@@ -35,7 +36,7 @@ class Cloud:
 
     x: np.ndarray  # (n, d) or (F, n, d)
     name: str = ""
-    kind: str = ""  # "real", "given" and "true" are grey, others blue; each kind can be hidden
+    kind: str = ""  # grey if in GIVEN, else blue; each kind can be hidden
     section: str = ""  # a heading; the sets under it share window, camera and times
     label: str | None = None
     predicted: str | None = None
@@ -63,6 +64,7 @@ def write(
     page = {"about": about, "results": results or {}, "curves": curves}
     page |= {"sections": [_section(*key, clouds, share) for key, clouds in sections.items()]}
     page |= {"end": any(c.times is None for c, x, _ in shown if len(x) > 1), "all": len(sets)}
+    page |= {"given": GIVEN}
     embedded = json.dumps(_plain(page), allow_nan=False).replace("<", "\\u003c")
     head, tail = Path(__file__).with_name("view.html").read_text("utf-8").split("{{data}}")
     text = head.replace("{{title}}", html.escape(title)) + embedded + tail
@@ -122,7 +124,9 @@ def _window(frames):
 def _describe(cloud, x, times, window, union, share):
     """What the page needs of a set: its words, its frame at each time, its points."""
     n, axes = x.shape[1], np.shape(cloud.x)[-1]
-    keep, infinite = min(n, MOST_POINTS, max(1, int(n * share))), ~np.isfinite(x).all((0, -1))
+    keep = min(n, MOST_POINTS, max(1, int(n * share)))
+    absent = np.isnan(x).all(-1) if len(x) > 1 else False  # for a part of the time
+    infinite = (~np.isfinite(x).all(-1) & ~absent).any(0)
     if keep < n:  # at random: points may lie in an order
         x = x[:, np.sort(np.random.default_rng(0).choice(n, keep, replace=False))]
     q, far = _quantise(x, *window)
