@@ -83,6 +83,8 @@ def parse(argv=None):
 
 def check(parser, args, argv):
     """Options that go together, and those that come from another run."""
+    if args.stages:
+        return options.stages(parser, args)
     options.check_data(parser, args, data.NAMES)
     if args.evaluate + (args.score is not None) != bool(args.load):
         parser.error("--load RUN goes with one of --evaluate and --score PATH")
@@ -292,6 +294,8 @@ def class_names(args):
 def main(argv=None):
     """The results, also printed: of one run, of --runs, of --evaluate or of --score."""
     args = parse(argv)
+    if args.stages:
+        return [main(words) for words in args.stages][-1]
     if args.score is not None:
         return score(args)
     if args.evaluate:

@@ -167,6 +167,8 @@ def parse(argv=None):
 
 def check(parser, args, argv):
     """Options that go together, and those that come from another run."""
+    if args.stages:
+        return options.stages(parser, args)
     usual = {name: parser.get_default(name) for name in ONLY_WITH}
     options.check_data(parser, args, data.NAMES)
     if bool(args.sample) + args.evaluate + (args.score is not None) != bool(args.load):
@@ -721,6 +723,8 @@ def evaluate_only(args):
 def main(argv=None):
     """The results, also printed: of a run, of --sample or of --evaluate."""
     args = parse(argv)
+    if args.stages:
+        return [main(words) for words in args.stages][-1]
     if args.sample:
         return sample(args)
     if args.score is not None:

@@ -180,6 +180,8 @@ def parse(argv=None):
     help = "Times of the sets in a .npy file; if not given, evenly spaced from 0 to 1."
     add("--at", type=times, help=help)
     args = parser.parse_args(argv)
+    if args.stages:
+        return options.stages(parser, args)
     if args.finetune and args.load:
         parser.error("--finetune trains: leave out --load")
     if options.goes_on(args) and not args.load:
@@ -844,6 +846,8 @@ def evaluate_only(args):
 def main(argv=None):
     """The results, also printed: of a run, or of what is made from one."""
     args = parse(argv)
+    if args.stages:
+        return [main(words) for words in args.stages][-1]
     if args.sample:
         return sample(args)
     if args.reconstruct is not None:
