@@ -29,7 +29,7 @@ def necklace(even=True):
     n = int(torch.randint(8, 25, ()))
     angle = (torch.arange(n) / n if even else torch.rand(n)) * 2 * math.pi + 6 * torch.rand(())
     ring = torch.stack([angle.cos(), angle.sin()], -1) * (0.5 + torch.rand(()))
-    return ring + torch.randn(2) + 0.03 * torch.randn(n, 2)
+    return ring + 0.5 * torch.randn(2) + 0.03 * torch.randn(n, 2)
 
 
 # Ragged sets are padded to one tensor and a mask, True where a point exists.

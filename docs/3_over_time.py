@@ -1,7 +1,7 @@
 """3. Sets over time: a set at any time from a few.    python docs/3_over_time.py [FOLDER]
 
-The series here are bars of 24 points that turn, each at its own pace, from its own angle. Each is
-observed at four times of its own among 0, 0.1, …, 1. A TemporalSetVAE (Sec. 3.4) reads them
+The series here are bars of 24 points that turn from the same place, each at its own pace, left or right.
+Each is observed at four times of its own among 0, 0.1, …, 1. A TemporalSetVAE (Sec. 3.4) reads them
 backwards in time into z₀; an ODE carries z₀ to any t, and a set flow conditioned on z_t makes the
 set there.
 """
@@ -23,19 +23,19 @@ out.mkdir(parents=True, exist_ok=True)
 torch.manual_seed(0)
 
 
-def bars(angle, pace, t):
-    """Sets (B, T, 24, 2) of bars at angle + pace · t, in times t (B, T)."""
-    turn = angle[:, None] + pace[:, None] * t
+def bars(pace, t):
+    """Sets (B, T, 24, 2) of bars at the angles pace · t, in times t (B, T)."""
+    turn = pace[:, None] * t
     along = torch.stack([turn.cos(), turn.sin()], -1)[..., None, :]  # (B, T, 1, 2)
     place = torch.rand(*t.shape, 24, 1) * 1.6 - 0.3  # longer on one side
     return place * along + 0.04 * torch.randn(*t.shape, 24, 2)
 
 
 def draw(series):
-    """Series with random angles and paces, each observed at four different times."""
-    angle, pace = 2 * math.pi * torch.rand(series), 1 + torch.rand(series)
+    """Series with random paces, each observed at four different times."""
+    pace = math.pi * (2 * torch.rand(series) - 1)
     t = torch.rand(series, 11).argsort(-1)[:, :4].sort(-1).values / 10
-    return bars(angle, pace, t), t, angle, pace
+    return bars(pace, t), t, pace
 
 
 # Training: the decoder by matching, and what keeps z₀ near its prior, the KL of Eq. 11. `moments`
@@ -45,7 +45,7 @@ vae.moments = Moments(8)
 optimizer = torch.optim.Adam(vae.parameters(), 2e-3)
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, STEPS := 300)
 for step in range(STEPS):
-    x, t, *_ = draw(24)
+    x, t, _ = draw(24)
     error, kl = temporal_matching_loss(vae, x, t, coupling="none", moments=20.0)
     loss = error + 0.02 * kl.mean() / x[0].numel()
     optimizer.zero_grad()
@@ -56,9 +56,9 @@ for step in range(STEPS):
         print(f"step {step}, loss {loss:.3f}, KL {kl.mean():.1f} nats")
 
 # New series: from their four sets to sets between and beyond. The rival copies the nearest one.
-x, t, angle, pace = draw(32)
+x, t, pace = draw(32)
 at = torch.linspace(0, 1.25, 26, dtype=torch.float64)
-truth = bars(angle, pace, at.float().expand(32, -1))
+truth = bars(pace, at.float().expand(32, -1))
 made = vae.eval().reconstruct(x, t, at, continuous=True)  # each point moves continuously
 nearest = (t[:, None] - at.float()[:, None]).abs().argmin(-1)  # (32, 26)
 copy = x.take_along_dim(nearest[..., None, None], 1)
