@@ -1,9 +1,8 @@
 """3. Sets over time: a set at any time from a few.    python docs/3_over_time.py [FOLDER]
 
-The series here are bars of 24 points that turn from the same place, each at its own pace, left or right.
-Each is observed at four times of its own among 0, 0.1, …, 1. A TemporalSetVAE (Sec. 3.4) reads them
-backwards in time into z₀; an ODE carries z₀ to any t, and a set flow conditioned on z_t makes the
-set there.
+The series here are rings of 24 points that grow, each at its own pace, and each observed at four
+times of its own among 0, 0.1, …, 1. A TemporalSetVAE (Sec. 3.4) reads them backwards in time into
+z₀; an ODE carries z₀ to any t, and a set flow conditioned on z_t makes the set there.
 """
 
 import math
@@ -23,27 +22,27 @@ out.mkdir(parents=True, exist_ok=True)
 torch.manual_seed(0)
 
 
-def bars(pace, t):
-    """Sets (B, T, 24, 2) of bars at the angles pace · t, in times t (B, T)."""
-    turn = pace[:, None] * t
-    along = torch.stack([turn.cos(), turn.sin()], -1)[..., None, :]  # (B, T, 1, 2)
-    place = torch.rand(*t.shape, 24, 1) * 1.6 - 0.3  # longer on one side
-    return place * along + 0.04 * torch.randn(*t.shape, 24, 2)
+def rings(pace, t):
+    """Sets (B, T, 24, 2) of rings with the radius 0.2 + pace · t, at times t (B, T)."""
+    angle = 2 * math.pi * torch.rand(*t.shape, 24)
+    ring = torch.stack([angle.cos(), angle.sin()], -1)
+    return (0.2 + pace[:, None] * t)[..., None, None] * ring + 0.03 * torch.randn(*t.shape, 24, 2)
 
 
 def draw(series):
     """Series with random paces, each observed at four different times."""
-    pace = math.pi * (2 * torch.rand(series) - 1)
-    t = torch.rand(series, 11).argsort(-1)[:, :4].sort(-1).values / 10
-    return bars(pace, t), t, pace
+    pace, t = 1.5 * torch.rand(series), torch.rand(series, 11).argsort(-1)[:, :4] / 10
+    t = t.sort(-1).values
+    return rings(pace, t), t, pace
 
 
 # Training: the decoder by matching, and what keeps z₀ near its prior, the KL of Eq. 11. `moments`
 # is a second loss on the encoder, which learns slowly through the noise of matching.
 vae = TemporalSetVAE(dim=2, latent=8, decoder="transformer", hidden=(48, 48), gradient="backprop")
 vae.moments = Moments(8)
-optimizer = torch.optim.Adam(vae.parameters(), 2e-3)
-schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, STEPS := 300)
+vae.decoder.standardise(draw(500)[0])  # it works in units of the data
+optimizer = torch.optim.Adam(vae.parameters(), 3e-3)
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, STEPS := 250)
 for step in range(STEPS):
     x, t, _ = draw(24)
     error, kl = temporal_matching_loss(vae, x, t, coupling="none", moments=20.0)
@@ -58,7 +57,7 @@ for step in range(STEPS):
 # New series: from their four sets to sets between and beyond. The rival copies the nearest one.
 x, t, pace = draw(32)
 at = torch.linspace(0, 1.25, 26, dtype=torch.float64)
-truth = bars(pace, at.float().expand(32, -1))
+truth = rings(pace, at.float().expand(32, -1))
 made = vae.eval().reconstruct(x, t, at, continuous=True)  # each point moves continuously
 nearest = (t[:, None] - at.float()[:, None]).abs().argmin(-1)  # (32, 26)
 copy = x.take_along_dim(nearest[..., None, None], 1)
@@ -70,7 +69,7 @@ for name, when in (("between", at < 1), ("beyond", at > 1)):
 rows = []
 for i in range(4):
     rows += [(i + 1, "true", at.tolist(), truth[i]), (i + 1, "model", at.tolist(), made[i])]
-pages.series_page(out / "3_over_time.html", rows, [0.0, 1.0], run=out, title="Bars that turn")
+pages.series_page(out / "3_over_time.html", rows, [0.0, 1.0], run=out, title="Rings that grow")
 some = range(0, 26, 5)
 grid = pictures.point_grid(
     [[sets[k].numpy() for k in some] for *_, sets in rows],

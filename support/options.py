@@ -21,7 +21,7 @@ SCHEDULES = ("halve", "one-cycle")
 GROUPS = ("data", "the model of the paper", "training", "ours", "from a finished run")
 PLACES = (  # where, and what is done beside training: not kept, and may change when a run goes on
     "out", "root", "resume", "cuda", "load", "evaluate", "last", "sample", "path",
-    "reconstruct", "at", "score", "label", "context", "stages",
+    "reconstruct", "at", "score", "label", "context", "recipe",
 )  # fmt: skip
 DATA = ("data", "columns", "skip_bad", "noise")  # which sets, and how they are read
 DELETED = ("mix", "random_times")  # options that a run from before may have in its config.json
@@ -116,10 +116,10 @@ def shared(description, name, epochs, batch_size, every=None):
     help = "Go on with the run in --out, with its own options, or start it."
     add("--resume", action="store_true", help=help)
     help = (
-        "Repeat the run that a results.json tells of, with all its stages; whatever else is typed"
+        "Repeat the run of a results.json, with all its stages; whatever else is typed counts for"
     )
-    help += " counts for each of them. Earlier stages have their own folders in --out."
-    add("--as", type=path, dest="stages", metavar="RESULTS", help=help)
+    help += " each of them. Earlier stages have folders of their own in --out."
+    add("--as", type=path, dest="recipe", metavar="RESULTS", help=help)
     help = "Seed of the weights, the order of the sets, the points drawn and the held-out sets."
     add("--seed", type=number(int, 0, below=2**63), default=0, help=help)
     help = "Train K times, with the seeds seed, seed + 1 and so on, each in its own folder in"
@@ -228,11 +228,11 @@ def parse_as_in(run, parser, argv, names=None):
     return parser.parse_args(argv)
 
 
-def stages(parser, args):
-    """--as RESULTS: args whose `stages` are commands, in words, the last that of the results."""
+def repeat(parser, args):
+    """--as RESULTS: args whose `recipe` has the words of a command for each stage."""
     if args.load:
         parser.error("--as RESULTS trains: leave out --load")
-    found, run = read_stages(args.stages), None
+    found, run = read_stages(args.recipe), None
     usual = parser.parse_args([])
     typed = {k: v for k, v in vars(args).items() if v != getattr(usual, k)}
     if args.finetune:  # which replaces the stages before
@@ -241,20 +241,20 @@ def stages(parser, args):
         run = found.pop(0)
         if not (Path(run) / "best.pt").exists():
             way = "--finetune RUN names another to begin with"
-            raise UsageError(f"{args.stages}: began with {run}, which is not here: {way}")
-        say(f"{args.stages}: begins with {run} as it is now, since that left no recipe")
+            raise UsageError(f"{args.recipe}: began with {run}, which is not here: {way}")
+        say(f"{args.recipe}: begins with {run} as it is now, since that left no recipe")
     commands = []
     for k, options in enumerate(found, 1):
         if strange := sorted(k for k, v in options.items() if v and not hasattr(args, k)):
             fault = f"this script has no {', '.join(strange)}"
-            raise UsageError(f"{args.stages}: {fault}; results of another one, or of older code")
+            raise UsageError(f"{args.recipe}: {fault}; results of another one, or of older code")
         out = args.out if k == len(found) else f"{args.out}/stage{k}"
         options = options | ({"finetune": run} if run else {}) | typed | {"out": out}
-        del options["stages"]
+        del options["recipe"]
         kept = [(k, v) for k, v in options.items() if hasattr(args, k)]
         commands.append([word for k, v in kept for word in as_typed(parser, k, v)])
         run = out
-    return argparse.Namespace(stages=commands)
+    return argparse.Namespace(recipe=commands)
 
 
 def read_stages(path):
