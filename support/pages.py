@@ -1,6 +1,6 @@
 """The pages of the three experiments, for viewer.write: what a script has drawn, and its run.
 
-    train_flow.py        samples, or their way from noise, beside real sets    flow_page
+    train_flow.py        samples and their way from noise, beside real sets     flow_page
     train_temporal.py    series over time, in the paper's boxes                series_page
     train_cls.py         test sets with true and predicted labels              cls_page
 
@@ -30,25 +30,25 @@ def flow_page(
     samples: Sets,
     mask: Sets | None = None,
     *,
+    way: Sets | None = None,
     real: Sets | None = None,
     labels: Sequence[str] | None = None,
     nats: Callable | None = None,
     **story,
 ):
-    """Samples, or frames `(F, B, n, d)` from noise to data, beneath real sets of the same sizes.
+    """Samples beneath real sets of the same sizes; way `(F, b, n, d)`: frames of the first b.
 
     nats: sets `(B, n, d)` → log p / n of each, or None for a page without densities.
     """
-    rows = [] if real is None else [("real", real[None])]
-    rows.append(("sample", samples if samples.ndim == 4 else samples[None]))
     clouds = []
-    for kind, frames in rows:
-        values, x = densities(nats, frames[-1]), array(frames)
-        for i in range(x.shape[1]):
+    for kind, x in (("real", real), ("sample", samples)):
+        for i, value in enumerate([] if x is None else densities(nats, x)):
+            moves = kind == "sample" and way is not None and i < way.shape[1]
+            frames = array(way[:, i] if moves else x[i][None])
             there = slice(None) if mask is None else array(mask[i])
-            one = Cloud(x[:, i, there], str(i + 1), kind, log_density=values[i])
-            one.label = labels[i] or None if labels is not None else None
-            clouds.append(one)
+            cloud = Cloud(frames[:, there], str(i + 1), kind, log_density=value)
+            cloud.label = labels[i] if labels else None
+            clouds.append(cloud)
     write(path, clouds, **story)
 
 
