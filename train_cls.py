@@ -37,13 +37,14 @@ from torch.nn import functional as F
 import data
 import exnode
 from sets import DeepSets, SetTransformer
-from support import options, pictures, training
+from support import options, pages, pictures, training
 from support.splits import UNLABELLED
 
 MODEL_OPTIONS = (*options.DATA, "category", "points", "model", "valid", "seed")
 TRAINING = ("augment", "valid", "smoothing", "finetune")  # without a meaning for --evaluate
 INTERVALS = 6  # of the run, each with half the learning rate of the one before
 UNIT_SETS = 2000  # training sets of a person's own that give the first layer its units
+PAGE_SETS = 32  # of a run's page
 RENEWED = 20  # batches that batch normalisation's statistics are computed from anew
 KEPT = {  # numbers that a training step was seen to keep for each point; a test keeps half of them
     "exnode-deepsets": 10_000,
@@ -83,8 +84,8 @@ def parse(argv=None):
 
 def check(parser, args, argv):
     """Options that go together, and those that come from another run."""
-    if args.stages:
-        return options.stages(parser, args)
+    if args.recipe:
+        return options.repeat(parser, args)
     options.check_data(parser, args, data.NAMES)
     if args.evaluate + (args.score is not None) != bool(args.load):
         parser.error("--load RUN goes with one of --evaluate and --score PATH")
@@ -221,6 +222,7 @@ def train_here(args, world):
     if world.rank == 0:
         draw_curves(Path(args.out), args.model)
         draw_confusion(Path(args.out) / "confusion.png", metrics, args.model)
+        draw_page(Path(args.out) / "view.html", args, run.model, splits.test, metrics)
     return run.finish(metrics, test_sets=len(splits.test))
 
 
@@ -237,6 +239,17 @@ def draw_confusion(path, metrics, title):
     pictures.write_png(path, matrix)
 
 
+@torch.no_grad()
+def draw_page(path, args, model, split, test):
+    """Some test sets with their true and predicted labels, as a page."""
+    few, device = split.some(min(PAGE_SETS, args.batch_size)), next(model.parameters()).device
+    batch = next(data.batches(few, len(few), training=False, device=device))
+    names = [few.classes[k] for k in model(batch.x, batch.mask).argmax(-1)]
+    how = {"run": args.load or args.out, "test": test}
+    title = f"{Path(args.out).name}: {args.model} on test sets of {args.data}"
+    pages.cls_page(path, batch.x, batch.mask, few.label_names, names, title=title, **how)
+
+
 def evaluate_only(args):
     world = training.connect(args)
     splits = load_checked(args, world)
@@ -250,6 +263,7 @@ def evaluate_only(args):
     results = training.write_evaluation(test, args, world)
     if world.rank == 0:
         draw_confusion(Path(args.out) / "evaluation.png", test, args.model)
+        draw_page(Path(args.out) / "evaluation.html", args, model, splits.test, test)
     return results
 
 
@@ -294,8 +308,8 @@ def class_names(args):
 def main(argv=None):
     """The results, also printed: of one run, of --runs, of --evaluate or of --score."""
     args = parse(argv)
-    if args.stages:
-        return [main(words) for words in args.stages][-1]
+    if args.recipe:
+        return [main(words) for words in args.recipe][-1]
     if args.score is not None:
         return score(args)
     if args.evaluate:

@@ -53,7 +53,7 @@ from beyond.likelihood import sampled_log_prob
 from beyond.matching import COUPLINGS, matching_loss
 from sets import count
 from solvers import METHODS, SolverError, Stats
-from support import metrics, options, own_sets, pictures, training
+from support import metrics, options, own_sets, pages, pictures, training
 from support.files import write_whole
 from support.splits import UNLABELLED
 
@@ -64,6 +64,7 @@ SCORE_SETS = 1000  # samples that are scored at the end
 UNIT_SETS = 2000  # training sets that give a flow its units
 SAMPLE_STEPS = 4  # of rk4, in the whole chain, for samples of a flow trained by matching
 EXPLODED = 1e4  # deviations of the data, beyond which no point of a sample can be
+PAGE_SETS, PAGE_FRAMES = 9, 13  # of a run's page: samples, and times on their way from noise
 CHECKED_SETS = 8  # test sets that are solved once more, at a hundredth of the tolerance
 ADVICE = "on a CPU, --objective matching trains the same model without a solver in the loop"
 ONLY_WITH = {  # options that would otherwise do nothing
@@ -167,8 +168,8 @@ def parse(argv=None):
 
 def check(parser, args, argv):
     """Options that go together, and those that come from another run."""
-    if args.stages:
-        return options.stages(parser, args)
+    if args.recipe:
+        return options.repeat(parser, args)
     usual = {name: parser.get_default(name) for name in ONLY_WITH}
     options.check_data(parser, args, data.NAMES)
     if bool(args.sample) + args.evaluate + (args.score is not None) != bool(args.load):
@@ -485,6 +486,8 @@ def finish(args, run, test):
     found = test_metrics(args, run.model, test, run.world)
     show(args, found)
     training.say(f"pictures: samples.png, path.png and path-moving.png in {args.out}")
+    if run.world.rank == 0:
+        draw_page(Path(args.out) / "view.html", args, run.model, test, found)
     return run.finish(found)
 
 
@@ -577,6 +580,27 @@ def draw_path(name, args, model, like, mask=None, context=None):
     frames = [pictures.point_grid([frame], limits=limits, cell=160) for frame in sets]
     hold = [frames[0]] * 4 + frames + [frames[-1]] * 12
     pictures.write_apng(f"{name}-moving.png", hold, 0.08)
+    return at
+
+
+@torch.no_grad()
+def draw_page(path, args, model, split, found):
+    """Real sets beside samples on their way from noise, with their densities, as a page."""
+    few = split.some(min(PAGE_SETS, args.batch_size))
+    batch = next(data.batches(few, len(few), training=False, device=model.mean.device))
+    x, mask, given = batch.x, batch.mask, condition(args, model, batch)
+    z = exnode.normal(x.shape, model.mean, torch.Generator().manual_seed(args.seed))
+    way = paths(model, z, PAGE_FRAMES, mask, given, sampler(args))
+
+    def nats(x):
+        noise = torch.Generator(x.device).manual_seed(args.seed)
+        how = {"solver": dopri5(args, least=1e-3), "generator": noise, **density(args)}
+        return model.log_prob(x, mask, given, **how) / count(x, mask) + split.log_unit
+
+    labels = few.label_names if args.condition == "label" else None
+    title = f"{Path(args.out).name}: sets of {args.data}, and samples of a flow"
+    how = {"way": way, "real": x, "labels": labels, "nats": nats, "test": found}
+    pages.flow_page(path, way[-1], mask, run=args.load or args.out, title=title, **how)
 
 
 # -------------------------------------------------------------------------- from a finished run
@@ -643,9 +667,15 @@ def sample(args):
     write_samples(name, sets, mask)
     draw_samples(f"{name}.png", as_seen(sets[:27], mask[:27]))
     training.say(f"{name}.npy, .npz and .png: {seconds:.3g} s per set")
+    way, labels = None, None
     if args.path:
-        draw_path(f"{name}-path", args, model, sets, there, context)
+        way = draw_path(f"{name}-path", args, model, sets, there, context)
         training.say(f"{name}-path.png and -path-moving.png: from noise to data")
+    if args.condition == "label":
+        labels = [list(sizes_of(args))[k] for k in context.argmax(-1)]
+    title = f"{args.sample} samples of {Path(args.load).name}"
+    how = {"way": way, "labels": labels, "run": args.load, "title": title}
+    pages.flow_page(f"{name}.html", sets, mask, **how)
     return {"samples": sets, "mask": mask, "seconds_per_sample": seconds}
 
 
@@ -717,14 +747,15 @@ def evaluate_only(args):
     results = training.write_evaluation(found, args, world)
     if world.rank == 0:
         draw_beside(Path(args.out) / "evaluation.png", args, model, test)
+        draw_page(Path(args.out) / "evaluation.html", args, model, test, found)
     return results
 
 
 def main(argv=None):
     """The results, also printed: of a run, of --sample or of --evaluate."""
     args = parse(argv)
-    if args.stages:
-        return [main(words) for words in args.stages][-1]
+    if args.recipe:
+        return [main(words) for words in args.recipe][-1]
     if args.sample:
         return sample(args)
     if args.score is not None:

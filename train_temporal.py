@@ -65,7 +65,7 @@ import data
 import exnode
 from beyond.matching import COUPLINGS, Moments, temporal_matching_loss
 from solvers import SolverError
-from support import options, pictures, training
+from support import options, pages, pictures, training
 from support.files import write_whole
 from support.metrics import chamfer
 from support.series import (
@@ -180,8 +180,8 @@ def parse(argv=None):
     help = "Times of the sets in a .npy file; if not given, evenly spaced from 0 to 1."
     add("--at", type=times, help=help)
     args = parser.parse_args(argv)
-    if args.stages:
-        return options.stages(parser, args)
+    if args.recipe:
+        return options.repeat(parser, args)
     if args.finetune and args.load:
         parser.error("--finetune trains: leave out --load")
     if options.goes_on(args) and not args.load:
@@ -572,6 +572,9 @@ def train_here(args, world):
         draw(Path(args.out), args, model, splits.test, generator(args, world))
     metrics = test_metrics(model, splits.test, args, world)
     show(metrics)
+    if world.rank == 0:
+        draws = generator(args, world)
+        draw_page(Path(args.out) / "view.html", args, model, splits.test, draws, metrics)
     return run.finish(metrics)
 
 
@@ -693,6 +696,29 @@ def draw_reconstructions(out, args, model, split, draws):
     draw_latent(out, model, z0, at, trained, ends, moving(args, draws))
 
 
+@torch.no_grad()
+def draw_page(path, args, model, split, draws, test):
+    """Test series, what the model makes of them at any time, and samples, as a page."""
+    few, run = split.some(4), args.load or args.out
+    if is_own(args):
+        batch = next(data.batches(few, len(few), training=False, device=draws.device))
+        z0, true = model.encode(batch.x, batch.t, batch.mask).mean, observed_series(batch)
+        known, points = usual_times(run), batch.x.shape[-2]
+        trained = at = np.unique(np.linspace(known[0], known[-1], 29).round(9)).tolist()
+    else:
+        trained, points = args.times, args.points
+        at = np.linspace(trained[0], trained[-1] + 0.5, 31).round(9).tolist()
+        x, truth = (at_times(few, t).draw(np.arange(len(few)))[0] for t in (trained, at))
+        z0, true = model.encode(x, trained).mean, [(at, series) for series in truth]
+    made = model.decode(z0, at, **moving(args, draws) | {"points": points}).cpu().numpy()
+    rows = [(k, "true", *series) for k, series in enumerate(true, 1)]
+    rows += [(k, "model", at, sets) for k, sets in enumerate(made, 1)]
+    samples = draw_series(args, model, run, 8, at, draws)
+    rows += [(k, "sample", at, sets) for k, sets in enumerate(samples, 1)]
+    title = f"{Path(args.out).name}: test series of {args.data}, and what the model makes of them"
+    pages.series_page(path, rows, trained, run=run, test=test, title=title)
+
+
 # --------------------------------------------------------------------------------- finished runs
 def restore(args):
     """The best model of --load, and where it is."""
@@ -729,6 +755,10 @@ def write_series(args, name, x, rows, trained, title):
     times = [args.times[k] for k in pick]
     draw_moving(f"{name}-moving.png", moving[:24, pick], times, trained, title)
     training.say(f"{name}.npy {x.shape}, {name}.png and {name}-moving.png")
+    given = [(k, *row) for k, row in enumerate((row for row in rows if row[0] == "given"), 1)]
+    kind, shown = "model" if given else "sample", moving[:24, pick]
+    made = [(k, kind, times, sets) for k, sets in enumerate(shown, 1)]
+    pages.series_page(f"{name}.html", given + made, trained, run=args.load, title=title)
     return {"sets": x, "times": args.times, "file": f"{name}.npy"}
 
 
@@ -838,16 +868,19 @@ def evaluate_only(args):
         raise training.UsageError(f"--load {args.load}: a model of {model.dim}-D, not {test.dim}-D")
     check_memory(args, world, test.points, 1, 8 * max(args.hidden))
     training.make_folder(args.out)
-    test = test_metrics(model, test, args, world)
-    show(test)
-    return training.write_evaluation(test, args, world)
+    found = test_metrics(model, test, args, world)
+    show(found)
+    if world.rank == 0:
+        path, draws = Path(args.out) / "evaluation.html", generator(args, world)
+        draw_page(path, args, model, test, draws, found)
+    return training.write_evaluation(found, args, world)
 
 
 def main(argv=None):
     """The results, also printed: of a run, or of what is made from one."""
     args = parse(argv)
-    if args.stages:
-        return [main(words) for words in args.stages][-1]
+    if args.recipe:
+        return [main(words) for words in args.recipe][-1]
     if args.sample:
         return sample(args)
     if args.reconstruct is not None:

@@ -7,6 +7,9 @@ import pytest
 import torch
 from test_viewer import coordinates, embedded
 
+import train_cls
+import train_flow
+import train_temporal
 from solvers import SolverError
 from support import pages
 from support.options import UsageError
@@ -40,7 +43,7 @@ def test_a_flow_has_real_sets_beside_samples_with_labels_and_densities(run):
     section, found = shown(path)
     assert [(s["name"], s["kind"]) for s in found[::3]] == [("1", "real"), ("1", "sample")]
     assert [s["points"] for s in found] == [5, 2, 1] * 2
-    assert [s["label"] for s in found] == ["a", None, "b"] * 2
+    assert [s["label"] for s in found] == ["a", "", "b"] * 2
     wanted = [*nats(real).tolist(), *nats(samples).tolist()]
     assert [s["log_density"] for s in found] == pytest.approx(wanted)
     assert np.allclose(coordinates(section, found[4])[0], samples[1, :2], atol=1e-3)
@@ -50,9 +53,12 @@ def test_a_flow_has_real_sets_beside_samples_with_labels_and_densities(run):
 
 
 def test_a_way_from_noise_is_a_set_over_time_with_the_density_of_its_end(run):
-    frames = sets(4, 2, 5, 3)
-    pages.flow_page(run / "view.html", frames, run=run, nats=lambda x: x[:, 0, 0], **STORY)
+    frames, third = sets(4, 2, 5, 3), sets(1, 5, 3)
+    samples = torch.cat([frames[-1], third])
+    how = {"way": frames, "nats": lambda x: x[:, 0, 0], "run": run}
+    pages.flow_page(run / "view.html", samples, **how, **STORY)
     section, found = shown(run / "view.html")
+    assert [len(coordinates(section, s)) for s in found] == [4, 4, 1]
     assert section["times"] == [0, pytest.approx(1 / 3), pytest.approx(2 / 3), 1]
     assert np.allclose(coordinates(section, found[1]), frames[:, 1], atol=1e-3)
     assert found[1]["log_density"] == pytest.approx(frames[-1, 1, 0, 0].item())
@@ -111,3 +117,80 @@ def test_a_damaged_results_file_is_one_line_that_names_it(run):
     (run / "results.json").write_text("[1]")
     pages.flow_page(run / "view.html", sets(1, 2, 2), run=run, **STORY)
     assert embedded(run / "view.html")["results"]["results"] == [1]
+
+
+# ----------------------------------------------------------------------------------- the scripts
+TINY = ["--epochs", "1", "--batch-size", "600", "--category", "1,7"]
+FLOW = [*TINY, "--objective", "matching", "--blocks", "1", "--hidden", "8", "--heads", "2"]
+FLOW += ["--points", "6", "--test-sets", "8"]
+VAE = [*TINY, "--objective", "matching", "--points", "6", "--latent", "4", "--hidden", "8"]
+VAE += ["--valid-series", "2", "--test-series", "2"]
+
+
+def kinds(path):
+    """How many sets of each kind a page has, and its first section."""
+    section, found = shown(path)
+    names = [s["kind"] for s in found]
+    return {kind: names.count(kind) for kind in dict.fromkeys(names)}, section
+
+
+def test_a_flow_leaves_a_page_of_its_run_of_samples_and_of_an_evaluation(tmp_path, capsys):
+    out = tmp_path / "run"
+    results = train_flow.main([*FLOW, "--condition", "label", "--out", str(out)])
+    assert f"{out / 'view.html'}: open it in a browser" in capsys.readouterr().err
+    load = ["--load", str(out), "--out", str(out)]
+    train_flow.main([*load, "--sample", "7", "--path", "--label", "7"])
+    train_flow.main([*load, "--evaluate"])
+    for name in ("view", "evaluation"):
+        counts, section = kinds(out / f"{name}.html")
+        assert counts == {"real": 9, "sample": 9}
+        assert len(section["times"]) == train_flow.PAGE_FRAMES
+        assert {s["label"] for s in section["sets"]} == {"1", "7"}
+        assert all(isinstance(s["log_density"], float) for s in section["sets"])
+    page = embedded(out / "view.html")
+    assert page["results"]["test"]["ppll"] == results["test"]["ppll"]
+    assert page["results"]["config"] == results["config"]
+    assert page["curves"][0]["step"] == 0
+    counts, section = kinds(out / "samples-7x6-seed0.html")
+    assert counts == {"sample": 7}
+    assert [len(s["frame"]) for s in section["sets"]] == [len(section["times"])] * 7
+    assert {s["label"] for s in section["sets"]} == {"7"}
+
+
+def test_series_leave_a_page_of_their_run_of_samples_and_of_reconstructions(tmp_path):
+    out = tmp_path / "run"
+    train_temporal.main([*VAE, "--out", str(out)])
+    load = ["--load", str(out), "--out", str(out)]
+    train_temporal.main([*load, "--sample", "3", "--times", "0:1.5:0.25"])
+    np.save(tmp_path / "mine.npy", sets(2, 3, 5, 2).numpy())
+    train_temporal.main([*load, "--reconstruct", str(tmp_path / "mine.npy"), "--times", "0,0.3,2"])
+    train_temporal.main([*load, "--evaluate"])
+    for name in ("view", "evaluation"):
+        counts, section = kinds(out / f"{name}.html")
+        assert counts == {"true": 4, "model": 4, "sample": 8}
+        assert section["times"][::10] == [0, 0.5, 1, 1.5]
+        assert section["sets"][0]["boxes"] is None
+        assert (
+            section["sets"][4]["boxes"][10:] == [None, *["red"] * 4] * 2 + [None] + ["green"] * 10
+        )
+    counts, section = kinds(out / "samples-3x6-seed0.html")
+    assert counts == {"sample": 3}
+    assert section["sets"][0]["boxes"] == [None] * 5 + ["green"] * 2
+    counts, section = kinds(out / "mine-reconstructed.html")
+    assert counts == {"given": 2, "model": 2}
+    assert section["sets"][2]["boxes"] == [None, "red", "green"]
+
+
+def test_a_classifier_leaves_a_page_of_its_run_and_of_an_evaluation(tmp_path):
+    out = tmp_path / "run"
+    words = ["--model", "deepsets", "--category", "digits", "--points", "9", "--epochs", "1"]
+    results = train_cls.main([*words, "--batch-size", "600", "--out", str(out)])
+    train_cls.main(["--load", str(out), "--evaluate"])
+    for name in ("view", "evaluation"):
+        found = shown(out / f"{name}.html")[1]
+        assert len(found) == train_cls.PAGE_SETS
+        right = [s["label"] == s["predicted"] for s in found]
+        assert right == sorted(right)
+        assert {s["label"] for s in found} <= set("0123456789")
+        page = embedded(out / f"{name}.html")
+        assert page["results"]["test"]["accuracy"] == results["test"]["accuracy"]
