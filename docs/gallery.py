@@ -34,7 +34,7 @@ def flow_sets(section, name, sets, points, frames):
     model, noise = exnode.load(run), torch.Generator().manual_seed(0)
     z = exnode.normal((sets, points, model.dim), model.mean, noise)
     way = train_flow.paths(model, z, frames, solver=train_flow.sampler(args))
-    return [Cloud(way[:, i].numpy(), section=section) for i in range(sets)]
+    return [Cloud(way[:, i].numpy(), str(i + 1), section=section) for i in range(sets)]
 
 
 def turning_sets(series=12, points=100, times=31):
@@ -44,7 +44,7 @@ def turning_sets(series=12, points=100, times=31):
     noise = torch.Generator().manual_seed(0)
     x = model.sample(series, t, points, noise, continuous=True).numpy()
     boxes = [pages.box(time, [0, 0.25, 0.5, 0.75, 1]) for time in t]
-    return [Cloud(one, section=TURNING, times=t, boxes=boxes) for one in x]
+    return [Cloud(one, str(i), "", TURNING, times=t, boxes=boxes) for i, one in enumerate(x, 1)]
 
 
 def main(path=ROOT / "docs" / "index.html"):
