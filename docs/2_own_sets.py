@@ -39,7 +39,7 @@ flow.standardise(x, mask)  # the flow works in units of the data; densities stay
 
 # Matching trains the flow without a solver in the loop.
 optimizer = torch.optim.Adam(flow.parameters(), 3e-3)
-schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, STEPS := 600)
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, STEPS := 400)
 for step in range(STEPS):
     some = torch.randint(len(x), (64,))
     loss = matching_loss(flow, x[some], mask[some], coupling="none", finest=0.03)
