@@ -65,7 +65,7 @@ for name, when in (("up to t = 1", at <= 1), ("beyond it", at > 1)):
     errors = ((ours - true).abs().mean(), (rival - true).abs().mean())
     print("radius {}: off by {:.3f}, that of a copy by {:.3f}".format(name, *errors))
 
-# Red boxes are times between observed ones, green ones beyond, as in the paper's Fig. 5.
+# Boxes as in the paper's Fig. 5: red within the times of training, green beyond them.
 rows = []
 for i in range(4):
     rows += [(i + 1, "true", at.tolist(), truth[i]), (i + 1, "model", at.tolist(), made[i])]

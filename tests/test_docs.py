@@ -4,6 +4,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_viewer import embedded
 
@@ -68,3 +69,16 @@ def test_every_script_has_its_test_and_its_name_in_the_first_line():
     assert [s.stem for s in SCRIPTS] == ["1_theorem", "2_own_sets", "3_over_time"]
     for script in SCRIPTS:
         assert f"python docs/{script.name}" in script.read_text().splitlines()[0]
+
+
+def test_the_gallery_has_all_four_models_and_is_small():
+    page, gallery = DOCS / "index.html", runpy.run_path(str(DOCS / "gallery.py"))
+    assert page.stat().st_size < 1.5e6
+    sections = embedded(page)["sections"]
+    assert [s["name"] for s in sections] == [*gallery["FLOWS"], gallery["TURNING"]]
+    assert [len(s["sets"]) for s in sections] == [6, 6, 12, 12]
+    few = gallery["flow_sets"]("digits", "mnist", 2, 5, 3)
+    assert [cloud.x.shape for cloud in few] == [(3, 5, 2)] * 2
+    assert np.isfinite(few[0].x).all()
+    (series,) = gallery["turning_sets"](1, 4, 4)
+    assert (series.x.shape, series.boxes) == ((4, 4, 2), [None, None, None, "green"])

@@ -461,10 +461,13 @@ def test_dark_and_light_follow_the_preference(window, see):
 
 
 def test_results_and_curves_are_beside_the_sets(see):
-    results = {"test": {"ppll": 1.23456, "confusion": [[1] * 9] * 9}, "seconds": 3}
+    results = {
+        "test": {"ppll": 1.23456, "confusion": [[1, 0], [0, 1]], "times": [0, 1]},
+        "seconds": 3,
+    }
     curves = [{"step": k, "epoch": k / 2, "loss": None if k < 2 else 1 / k} for k in range(9)]
     page = see([normal(9, 3)], results=results, curves=curves)
-    assert page.words("tr") == ["ppll1.235", "confusion9 entries", "seconds3"]
+    assert page.words("tr") == ["ppll1.235", "confusion2 entries", "times0,1", "seconds3"]
     assert page.words("details[open] > summary") == ["test"]
     assert page.words("svg") == ["loss0.125 to 0.5step 28"]
 
