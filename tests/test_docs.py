@@ -1,5 +1,6 @@
 """The scripts in docs/ run as they stand there and leave what they say."""
 
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -30,8 +31,7 @@ def run(tmp_path, monkeypatch, capsys):
 
 def numbers(line):
     """What is written in figures in a line."""
-    words = line.replace(",", " ").replace("%", " ").split()
-    return [float(w) for w in words if w.lstrip("-")[:1].isdigit()]
+    return [float(n) for n in re.findall(r"(?<![\w.])-?\d[\d.]*(?:e-?\d+)?", line)]
 
 
 def test_theorem_1_holds_and_traces_agree(run, tmp_path):
