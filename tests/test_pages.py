@@ -120,7 +120,7 @@ def test_a_damaged_results_file_is_one_line_that_names_it(run):
 
 
 # ----------------------------------------------------------------------------------- the scripts
-TINY = ["--epochs", "1", "--batch-size", "600", "--category", "1,7"]
+TINY = ["--minutes", "0.01", "--batch-size", "16", "--category", "1,7"]
 FLOW = [*TINY, "--objective", "matching", "--blocks", "1", "--hidden", "8", "--heads", "2"]
 FLOW += ["--points", "6", "--test-sets", "8"]
 VAE = [*TINY, "--objective", "matching", "--points", "6", "--latent", "4", "--hidden", "8"]
