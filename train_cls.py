@@ -84,7 +84,7 @@ def parse(argv=None):
 
 def check(parser, args, argv):
     """Options that go together, and those that come from another run."""
-    if args.recipe:
+    if args.recipe is not None:
         return options.repeat(parser, args)
     options.check_data(parser, args, data.NAMES)
     if args.evaluate + (args.score is not None) != bool(args.load):

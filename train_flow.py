@@ -168,7 +168,7 @@ def parse(argv=None):
 
 def check(parser, args, argv):
     """Options that go together, and those that come from another run."""
-    if args.recipe:
+    if args.recipe is not None:
         return options.repeat(parser, args)
     usual = {name: parser.get_default(name) for name in ONLY_WITH}
     options.check_data(parser, args, data.NAMES)

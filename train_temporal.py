@@ -180,7 +180,7 @@ def parse(argv=None):
     help = "Times of the sets in a .npy file; if not given, evenly spaced from 0 to 1."
     add("--at", type=times, help=help)
     args = parser.parse_args(argv)
-    if args.recipe:
+    if args.recipe is not None:
         return options.repeat(parser, args)
     if args.finetune and args.load:
         parser.error("--finetune trains: leave out --load")

@@ -200,6 +200,8 @@ def test_a_recipe_does_not_say_where_to_write_and_goes_without_load(tmp_path, ca
     config = {"model": "deepsets", "out": "elsewhere", "root": "elsewhere", "load": "elsewhere"}
     path = results(tmp_path / "results.json", config=config, before=[{"out": "elsewhere"}])
     assert "elsewhere" not in str(commands(train_cls, path, "--out", "runs/x"))
+    code, err = call(train_cls, capsys, "--as", "", "--out", tmp_path / "run")
+    assert (code, err.count("\n")) == (2, 1), err
     code, err = call(train_cls, capsys, "--as", path, "--load", tmp_path, "--evaluate")
     assert (code, "leave out --load" in err) == (2, True)
 
