@@ -143,7 +143,7 @@ def test_a_flow_leaves_a_page_of_its_run_of_samples_and_of_an_evaluation(tmp_pat
     train_flow.main([*load, "--evaluate"])
     for name in ("view", "evaluation"):
         counts, section = kinds(out / f"{name}.html")
-        assert counts == {"real": 9, "sample": 9}
+        assert counts == {"real": 8, "sample": 8}
         assert len(section["times"]) == train_flow.PAGE_FRAMES
         assert {s["label"] for s in section["sets"]} == {"1", "7"}
         assert all(isinstance(s["log_density"], float) for s in section["sets"])

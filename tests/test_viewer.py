@@ -91,6 +91,15 @@ def test_the_window_holds_most_sets_though_one_diverged(tmp_path):
     assert not any(shown["note"] for shown in section["sets"][:-1])
 
 
+def test_the_window_is_that_of_the_data_though_they_come_from_wider_noise(tmp_path):
+    for end, widest in ((0.7, 0.7), (0.1, 0.5)):  # of the half-width of the noise
+        x = np.stack([normal(500, 2) * s for s in np.linspace(1, end, 9)])
+        (way,) = page_of(tmp_path, [x])["sections"]
+        (series,) = page_of(tmp_path, [Cloud(x, times=range(9))])["sections"]
+        assert way["half"] == pytest.approx(widest * series["half"], rel=0.2)
+        assert not way["sets"][0]["note"]
+
+
 def test_a_few_points_on_either_side_stay_in_the_window(tmp_path):
     for side in (-3.0, 3.0):
         x = np.r_[0.1 * normal(96, 1), np.full((4, 1), side)]
