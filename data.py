@@ -28,7 +28,7 @@ Departures from the paper
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -62,13 +62,13 @@ DIGITS = tuple("0123456789")
 
 
 # ------------------------------------------------------------------------------- SpatialMNIST
-def smallest(key, n):
+def smallest(key: np.ndarray, n: int) -> np.ndarray:
     """For each row of key (B, m), the indices (B, n) of its n smallest entries, in order."""
     pick = np.argpartition(key, n - 1, -1)[:, :n]
     return np.take_along_axis(pick, np.argsort(np.take_along_axis(key, pick, -1), -1), -1)
 
 
-def spatial_mnist(images):
+def spatial_mnist(images: np.ndarray) -> Callable:
     """A function (index, n, rng) → (B, n, 2): n pixels (col, 27 − row) of each image.
 
     Without replacement, with probability proportional to intensity w: the n smallest of Eᵢ/wᵢ,
@@ -98,12 +98,12 @@ def spatial_mnist(images):
 
 
 # ------------------------------------------------------------------------------- preprocessing
-def modelnet_sets(x, rng, mask=None):
+def modelnet_sets(x: np.ndarray, rng: Random, mask: np.ndarray | None = None) -> np.ndarray:
     """Sets of shapes for all tasks: x + N(0, 0.001²), one min–max to [0, 1] per set, centred."""
     return unit_box(x + np.float32(SIGMA) * rng.normal(*x.shape[1:]), mask)[0]
 
 
-def unit_box(x, mask=None):
+def unit_box(x: np.ndarray, mask: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Sets (B, n, d) scaled to [0, 1] by one min and max for all axes, then centred; the scale."""
     there = True if mask is None else mask[..., None]
     low = x.min((-2, -1), keepdims=True, where=there, initial=np.inf)
@@ -112,7 +112,7 @@ def unit_box(x, mask=None):
     return x - x.mean(-2, keepdims=True, where=there), scale
 
 
-def augment(x, rng):
+def augment(x: np.ndarray, rng: Random) -> np.ndarray:
     """App. C.1: each set turned about z by U[−0.15π, 0.15π) and scaled per axis by U[0.8, 1.25)."""
     theta = (rng.uniform() - np.float32(0.5)) * np.float32(0.3 * np.pi)
     c, s = np.cos(theta)[:, None], np.sin(theta)[:, None]
@@ -121,7 +121,7 @@ def augment(x, rng):
     return turned * (np.float32(0.8) + np.float32(0.45) * rng.uniform(1, 3))
 
 
-def rotate_clockwise(x, theta):
+def rotate_clockwise(x: np.ndarray, theta: np.ndarray) -> np.ndarray:
     """Points x (..., T, n, 2) turned about the origin by angles theta (T,); y points up."""
     c, s = (f(theta).astype(np.float32)[:, None] for f in (np.cos, np.sin))
     return np.stack([c * x[..., 0] + s * x[..., 1], c * x[..., 1] - s * x[..., 0]], -1)
@@ -198,7 +198,7 @@ class AsModelnet(Source):
         return modelnet_sets(x, Random(index, *words), mask), mask
 
 
-def stored_cloud(clouds):
+def stored_cloud(clouds: np.ndarray) -> Callable:
     """A function (index, n, rng) → (B, n, 3): n different ones of a cloud's m points (N, m, 3)."""
 
     def cloud(index, n, rng):
@@ -216,18 +216,18 @@ CLASSES |= {"modelnet40": modelnet.MODELNET40, "modelnet10": modelnet.MODELNET10
 
 
 def load(
-    name="synthetic",
-    root="data",
+    name: str = "synthetic",
+    root: str = "data",
     *,
-    task="flow",
-    category=None,
-    points=None,
-    seed=0,
-    valid=0.1,
-    times=(0, 0.25, 0.5, 0.75, 1),
-    resample=True,
-    augment=None,
-    spare=0,
+    task: str = "flow",
+    category: str | list[str] | None = None,
+    points: int | tuple[int, int] | None = None,
+    seed: int = 0,
+    valid: float = 0.1,
+    times: Sequence[float] = (0, 0.25, 0.5, 0.75, 1),
+    resample: bool = True,
+    augment: bool | None = None,
+    spare: int = 0,
     **own,
 ) -> Splits:
     """The sets called "synthetic", "mnist", "modelnet" (40) or "modelnet10", or at a path.
@@ -278,7 +278,7 @@ def load(
     return Splits(split(train, index, TRAIN), split(train, held, VALID), split(test, every, TEST))
 
 
-def load_all(path, like, *, points=None, **own) -> Split:
+def load_all(path: str, like: str, *, points: int | None = None, **own) -> Split:
     """All sets at a path as one split, to score them by a model of the sets called `like`.
 
     Clouds are prepared as ModelNet's are, if those are called for; all else stays as in the file.
@@ -294,7 +294,7 @@ def load_all(path, like, *, points=None, **own) -> Split:
 NAMES = ("synthetic", "mnist", "modelnet", "modelnet40", "modelnet10")
 
 
-def class_names(name, task="flow", category=None) -> tuple[str, ...]:
+def class_names(name: str, task: str = "flow", category: str | None = None) -> tuple[str, ...]:
     """The classes of the sets called `name`."""
     return _kind(name, task, category)[1]
 

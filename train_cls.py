@@ -39,20 +39,20 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
 import data
 import exnode
 from sets import DeepSets, SetTransformer, pool_max
-from support import models, options, pictures, training
+from support import models, options, pages, pictures, training
 from support.splits import UNLABELLED
 
 MODEL_OPTIONS = (*options.DATA, "category", "points", "model", "valid", "seed")
 TRAINING = ("augment", "valid", "smoothing", "stages", "finetune")  # mean nothing to --evaluate
 INTERVALS = 6  # of the run, each with half the learning rate of the one before
 UNIT_SETS = 2000  # training sets that give the first layers their units
+PAGE_SETS = 32  # of a run's page
 RENEWED = 20  # batches that batch normalisation's statistics are computed from anew
 KEPT = {  # numbers that a training step was seen to keep for each point; a test keeps half of them
     "exnode-deepsets": 10_000,
@@ -96,12 +96,12 @@ def parse(argv=None):
 
 
 def stages(text):
-    """An argparse type: the text itself, if `read_stages` can read it."""
-    read_stages(text)
+    """An argparse type: the text itself, if `parse_stages` can read it."""
+    parse_stages(text)
     return text
 
 
-def read_stages(text):
+def parse_stages(text):
     """[(points, epochs, lr or None), …] of "points:epochs,points:epochs:lr"."""
     count, rate = options.number(int, 1, below=10**9), options.number(float, 0, below=1e38)
     found = []
@@ -114,6 +114,8 @@ def read_stages(text):
 
 def check(parser, args, argv):
     """Options that go together, and those that come from another run."""
+    if args.recipe is not None:
+        return options.repeat(parser, args)
     options.check_data(parser, args, data.NAMES)
     if args.evaluate + (args.score is not None) != bool(args.load):
         parser.error("--load RUN goes with one of --evaluate and --score PATH")
@@ -130,7 +132,7 @@ def check(parser, args, argv):
     if args.stages:
         names = ("points", "epochs", "minutes")
         options.refuse(parser, args, names, "is for one stage: --stages has its own")
-        args.points, args.epochs, _ = read_stages(args.stages)[-1]
+        args.points, args.epochs, _ = parse_stages(args.stages)[-1]
     return args
 
 
@@ -173,16 +175,6 @@ def make_model(args, split):
     return models.build(vars(args), split.dim, len(split.classes))
 
 
-def draw_batches(args, split, world):
-    """batches(epoch, start): this process's share of an epoch."""
-
-    def batches(epoch, start):
-        draw = {"seed": args.seed, "epoch": epoch, "start": start, "workers": 1}
-        return data.batches(split, args.batch_size, **draw, **world.share)
-
-    return batches
-
-
 @torch.no_grad()
 def confusion_matrix(model, split, batch_size, world):
     """Counts (true, predicted) over all sets of a split, and the mean loss."""
@@ -220,15 +212,8 @@ def renew_statistics(model, batches, world):
         training.renew_statistics(model, some, lambda model, batch: model(batch.x, batch.mask))
 
 
-def train(args):
-    """One run: train, select, test; the contents of its results.json."""
-    world = training.connect(args)
-    with training.directory(args, world, "accuracy") as results:
-        return results or train_in_stages(args, world)
-
-
-def train_in_stages(args, world):
-    """Each of --stages from the best weights of the one before; the last is tested."""
+def train(args, world):
+    """Each of --stages from the best weights of the one before; the last is selected and tested."""
     *before, last = each_stage(args)
     found = []
     for stage in before:
@@ -239,6 +224,8 @@ def train_in_stages(args, world):
     training.say(f"test accuracy {metrics['accuracy']:.4f}")
     if world.rank == 0:
         draw_confusion(Path(args.out) / "confusion.png", metrics, args.model)
+        draw_page(Path(args.out) / "view.html", args, run.model, test, metrics)
+    run.args = args  # its results are those of all stages
     earlier = [{k: results[k] for k in ("best", "epochs", "seconds")} for results in found]
     return run.finish(metrics, test_sets=len(test), **({"earlier": earlier} if earlier else {}))
 
@@ -248,7 +235,7 @@ def each_stage(args):
     if not args.stages:
         return [args]
     found = []
-    for k, (points, epochs, lr) in enumerate(read_stages(args.stages), 1):
+    for k, (points, epochs, lr) in enumerate(parse_stages(args.stages), 1):
         stage = copy.copy(args)
         stage.points, stage.epochs, stage.lr = points, epochs, args.lr if lr is None else lr
         stage.finetune = found[-1].out if found else args.finetune
@@ -263,15 +250,13 @@ def train_stage(args, world):
     splits = load_checked(args, world)
     if world.rank == 0:
         training.write_sets(args.out, splits.train)
-    batches = draw_batches(args, splits.train, world)
+    batches = data.epochs(splits.train, args.batch_size, args.seed, **world.share)
 
     def start(model):
         if args.finetune:
             training.load_best(model, args.finetune)
         elif args.data not in data.NAMES or not isinstance(model, exnode.SetClassifier):
-            some = splits.train.some(UNIT_SETS)
-            x, mask, _ = some.draw(np.arange(len(some)))
-            start_in_units(model, *(None if a is None else torch.from_numpy(a) for a in (x, mask)))
+            start_in_units(model, *splits.train.batch(UNIT_SETS)[:2])
 
     def loss(model, batch):
         with world.autocast():
@@ -316,6 +301,17 @@ def draw_confusion(path, metrics, title):
     pictures.write_png(path, matrix)
 
 
+@torch.no_grad()
+def draw_page(path, args, model, split, test):
+    """Some test sets with their true and predicted labels, as a page."""
+    few, device = split.some(min(PAGE_SETS, args.batch_size)), next(model.parameters()).device
+    batch = few.batch(device=device)
+    names = [few.classes[k] for k in model(batch.x, batch.mask).argmax(-1)]
+    how = {"run": args.load or args.out, "test": test}
+    title = f"{Path(args.out).name}: {args.model} on test sets of {args.data}"
+    pages.cls_page(path, batch.x, batch.mask, few.label_names, names, title=title, **how)
+
+
 def evaluate_only(args):
     world = training.connect(args)
     splits = load_checked(args, world)
@@ -323,12 +319,14 @@ def evaluate_only(args):
     (training.load_last if args.last else training.load_best)(model, args.load)
     model.to(world.device).eval()
     if args.last:  # the best have their statistics from the evaluation that found them
-        renew_statistics(model, draw_batches(args, splits.train, world), world)
+        batches = data.epochs(splits.train, args.batch_size, args.seed, **world.share)
+        renew_statistics(model, batches, world)
     test = test_metrics(model, splits.test, args.batch_size, world)
     training.say(f"test accuracy {test['accuracy']:.4f}")
     results = training.write_evaluation(test, args, world)
     if world.rank == 0:
         draw_confusion(Path(args.out) / "evaluation.png", test, args.model)
+        draw_page(Path(args.out) / "evaluation.html", args, model, splits.test, test)
     return results
 
 
@@ -373,11 +371,13 @@ def class_names(args):
 def main(argv=None):
     """The results, also printed: of one run, of --runs, of --evaluate or of --score."""
     args = parse(argv)
+    if args.recipe:
+        return [main(words) for words in args.recipe][-1]
     if args.score is not None:
         return score(args)
     if args.evaluate:
         return evaluate_only(args)
-    return training.several(args, train, "accuracy") if args.runs > 1 else train(args)
+    return training.in_directory(args, train, "accuracy")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ Departures from the paper
   the README.
 """
 
+import argparse
 import math
 import sys
 import time
@@ -53,7 +54,7 @@ from sets import count
 from solvers import SolverError, Stats
 from support import metrics, models, options, training
 from support.flow_commands import sample, score
-from support.flow_pictures import draw_beside, draw_run
+from support.flow_pictures import draw_beside, draw_page, draw_run
 from support.flows import (
     check_memory,
     condition,
@@ -83,9 +84,11 @@ ONLY_WITH = {  # options that would otherwise do nothing
     "fine": ("field", "transformer"),
     "cells": ("field", "transformer"),
     "probes": ("trace", None, "hutchinson", "sampled"),
+    "amp": ("trace", "sampled"),
 }
 TRAINING = (
     "objective", "finetune", "gradient", "method", "steps", "coupling", "finest", "spare", "clip",
+    "amp",
 )  # fmt: skip
 MODEL_OPTIONS = ("blocks", "hidden", "heads", "field", "time", "fine", "cells", "condition")
 
@@ -126,6 +129,8 @@ def parse(argv=None):
     help = "Number of steps of rk4 or rk5 in each block."
     add("--steps", type=number(int, 1, below=10**6), default=1, help=help)
     add = parser.group("training")
+    help = "Matrix products of training in bfloat16, where the device has it: with --trace sampled."
+    add("--amp", action=argparse.BooleanOptionalAction, default=False, help=help)
     add("--clip", type=number(float, 1e-9), help="Largest norm of a gradient; if not given, any.")
     add = parser.group("ours")
     help = "What training maximises or fits; matching needs no solver in the loop."
@@ -168,6 +173,8 @@ def parse(argv=None):
 
 def check(parser, args, argv):
     """Options that go together, and those that come from another run."""
+    if args.recipe is not None:
+        return options.repeat(parser, args)
     usual = {name: parser.get_default(name) for name in ONLY_WITH}
     options.check_data(parser, args, data.NAMES)
     if bool(args.sample) + args.evaluate + (args.score is not None) != bool(args.load):
@@ -329,8 +336,12 @@ def train(args, world):
     def loss(model, batch):
         x, mask, given = batch.x, batch.mask, condition(args, model, batch)
         if args.objective == "likelihood":
-            log_prob = sampled_log_prob if args.trace == "sampled" else exnode.SetFlow.log_prob
-            return -(log_prob(model, x, mask, given) / count(x, mask)).mean()
+            if args.trace == "sampled":
+                with world.autocast():
+                    log_p = sampled_log_prob(model, x, mask, given)
+            else:
+                log_p = model.log_prob(x, mask, given)
+            return -(log_p / count(x, mask)).mean()
         how = {"coupling": args.coupling, "finest": args.finest}
         if args.spare:
             return matching_loss(model, x[:, :points], None, given, spare=x[:, points:], **how)
@@ -376,6 +387,8 @@ def finish(args, run, test):
     found = test_metrics(args, run.model, test, run.world)
     show(args, found)
     training.say(f"pictures: samples.png, path.png and path-moving.png in {args.out}")
+    if run.world.rank == 0:
+        draw_page(Path(args.out) / "view.html", args, run.model, test, found)
     return run.finish(found)
 
 
@@ -409,12 +422,15 @@ def evaluate_only(args):
     results = training.write_evaluation(found, args, world)
     if world.rank == 0:
         draw_beside(Path(args.out) / "evaluation.png", args, model, test)
+        draw_page(Path(args.out) / "evaluation.html", args, model, test, found)
     return results
 
 
 def main(argv=None):
     """The results, also printed: of a run, of --sample or of --evaluate."""
     args = parse(argv)
+    if args.recipe:
+        return [main(words) for words in args.recipe][-1]
     if args.sample:
         return sample(args)
     if args.score is not None:

@@ -68,6 +68,7 @@ from solvers import SolverError
 from support import models, options, series, series_pictures, series_runs, series_scores, training
 from support.series import count_points, generator, is_own
 
+UNIT_SERIES = 500  # training series that give a decoder its units
 INTERVALS = 2  # of the run, each with half the learning rate of the one before
 HIDDEN = {"concatsquash": [512] * 3, "attention": [128] * 3, "transformer": [128] * 4}
 CHECKED_SERIES = 8  # test series that are solved once more, at a hundredth of the tolerance
@@ -153,6 +154,8 @@ def parse(argv=None):
     help = "Times of the sets in a .npy file; if not given, evenly spaced from 0 to 1."
     add("--at", type=series.times, help=help)
     args = parser.parse_args(argv)
+    if args.recipe is not None:
+        return options.repeat(parser, args)
     finished = args.load or args.fit_prior
     if args.finetune and finished:
         parser.error("--finetune trains: leave out --load and --fit-prior")
@@ -351,8 +354,7 @@ def start(args, model, train):
             new += ("moments.",)
         training.load_best(model, args.finetune, new)
     if fresh and (args.objective == "matching" or is_own(args)):
-        few = train.some(500)
-        batch = next(data.batches(few, len(few), training=False))
+        batch = train.batch(UNIT_SERIES)
         x = batch.x if batch.mask is None else batch.x[batch.mask]
         try:
             model.decoder.standardise(x.to(model.decoder.mean.device))
@@ -362,15 +364,9 @@ def start(args, model, train):
             models.start_in_units(model.points[0], x)
 
 
-def train(args):
+def train(args, world):
     """One run: train, select, test, draw; the contents of its results.json."""
-    world = training.connect(args)
     load_classifier(args)  # a mistake shows before training
-    with training.directory(args, world, "elbo") as results:
-        return results or train_here(args, world)
-
-
-def train_here(args, world):
     splits = load_series(args)
     check_training_memory(args, world, splits.train)
     check_own(args, splits.train)
@@ -378,9 +374,7 @@ def train_here(args, world):
         training.write_sets(args.out, splits.train)
     valid, steps = splits.valid.some(args.valid_series), data.steps(splits.train, args.batch_size)
 
-    def batches(epoch, start):
-        draw = {"seed": args.seed, "epoch": epoch, "start": start, "workers": 1}
-        return data.batches(splits.train, args.batch_size, **draw, **world.share)
+    batches = data.epochs(splits.train, args.batch_size, args.seed, **world.share)
 
     def evaluate(model):
         some = itertools.islice(batches(0, 0), RENEWED)
@@ -399,6 +393,10 @@ def train_here(args, world):
         series_pictures.draw_run(args, model, splits.test, generator(args, world))
     metrics = test_metrics(model, splits.test, args, world)
     series_scores.show(metrics)
+    if world.rank == 0:
+        draws = generator(args, world)
+        page = Path(args.out) / "view.html"
+        series_pictures.draw_page(page, args, model, splits.test, draws, metrics)
     return run.finish(metrics)
 
 
@@ -435,9 +433,12 @@ def evaluate_only(args):
     check_dim(args, test, model)
     series_runs.check_memory(args, world, test.points, 1, 8 * max(args.hidden))
     training.make_folder(args.out)
-    test = test_metrics(model, test, args, world)
-    series_scores.show(test)
-    return training.write_evaluation(test, args, world)
+    found = test_metrics(model, test, args, world)
+    series_scores.show(found)
+    if world.rank == 0:
+        page, draws = Path(args.out) / "evaluation.html", generator(args, world)
+        series_pictures.draw_page(page, args, model, test, draws, found)
+    return training.write_evaluation(found, args, world)
 
 
 def check_dim(args, split, model):
@@ -449,6 +450,8 @@ def check_dim(args, split, model):
 def main(argv=None):
     """The results, also printed: of a run, or of what is made from one."""
     args = parse(argv)
+    if args.recipe:
+        return [main(words) for words in args.recipe][-1]
     if args.fit_prior:
         return fit_prior_only(args)
     if args.sample:
@@ -457,7 +460,7 @@ def main(argv=None):
         return series_runs.reconstruct(args)
     if args.evaluate:
         return evaluate_only(args)
-    return training.several(args, train, "elbo") if args.runs > 1 else train(args)
+    return training.in_directory(args, train, "elbo")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,15 @@ import numpy as np
 import torch
 
 from support.files import Busy, alone, write_whole
-from support.options import UsageError, configuration, read_config, read_json, read_text, relative
+from support.options import (
+    UsageError,
+    configuration,
+    read_config,
+    read_json,
+    read_text,
+    relative,
+    stages_before,
+)
 from support.processes import Interrupted, commit
 from support.progress import say
 
@@ -248,6 +256,8 @@ def write_results(path, results, args, world):
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     results.setdefault("commit", commit())
     results |= {"config": configuration(args), "seed": args.seed}
+    if getattr(args, "finetune", None):
+        results["before"] = stages_before(args.finetune)
     results |= {"versions": versions | {"numpy": np.__version__}}
     results |= {"command": [relative(word) for word in sys.argv]}
     results |= {"device": str(world.device), "processes": world.size}

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import data
 import exnode
-from support import flow_pictures, flows, options, own_sets, training
+from support import flow_pictures, flows, options, own_sets, pages, training
 from support.files import write_whole
 from support.splits import UNLABELLED
 
@@ -52,9 +52,17 @@ def sample(args):
     write_samples(name, sets, mask)
     flow_pictures.draw_samples(f"{name}.png", flow_pictures.as_seen(sets[:27], mask[:27]))
     training.say(f"{name}.npy, .npz and .png: {seconds:.3g} s per set")
+    way = None
     if args.path:
-        flow_pictures.draw_path(f"{name}-path", args, model, args.sample, points, there, context)
+        drawn = args.sample, points, there, context
+        way = flow_pictures.draw_path(f"{name}-path", args, model, *drawn)
         training.say(f"{name}-path.png and -path-moving.png: from noise to data")
+    labels = None
+    if args.condition == "label":
+        labels = [list(sizes_of(args))[k] for k in context.argmax(-1)]
+    title = f"{args.sample} samples of {Path(args.load).name}"
+    how = {"way": way, "labels": labels, "run": args.load, "title": title}
+    pages.flow_page(f"{name}.html", sets, mask, **how)
     return {"samples": sets, "mask": mask, "seconds_per_sample": seconds}
 
 

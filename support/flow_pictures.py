@@ -1,11 +1,17 @@
-"""The pictures of a set flow: its learning curve, samples beside real sets, noise becoming data."""
+"""The pictures of a set flow: its learning curve, samples beside real sets, noise becoming data.
+
+`draw_page` shows the latter two as a page to turn and play them in.
+"""
 
 from pathlib import Path
 
 import torch
 
 import exnode
-from support import flows, pictures, training
+from sets import count
+from support import flows, pages, pictures, training
+
+PAGE_SETS, PAGE_FRAMES = 8, 13  # of a run's page: samples, and times on their way from noise
 
 
 def draw_run(args, model, test):
@@ -69,6 +75,27 @@ def paths(model, z, frames, mask=None, context=None, solver=None):
                 z = block.integrate(z, times, mask, context, solver)
         at.append(z)
     return torch.stack([model.from_units(z) for z in at])
+
+
+@torch.no_grad()
+def draw_page(path, args, model, split, found):
+    """Real sets beside samples on their way from noise, with their densities, as a page."""
+    few = split.some(min(PAGE_SETS, args.batch_size))
+    batch = few.batch(len(few), model.mean.device)
+    x, mask, given = batch.x, batch.mask, flows.condition(args, model, batch)
+    z = exnode.normal(x.shape, model.mean, torch.Generator().manual_seed(args.seed))
+    way = paths(model, z, PAGE_FRAMES, mask, given, flows.sampler(args))
+
+    def nats(x):
+        noise = torch.Generator(x.device).manual_seed(args.seed)
+        how = {"solver": flows.dopri5(max(args.tolerance, 1e-3)), "generator": noise}
+        log_p = model.log_prob(x, mask, given, **how, **flows.test_trace(args))
+        return log_p / count(x, mask) + split.log_unit
+
+    labels = few.label_names if args.condition == "label" else None
+    title = f"{Path(args.out).name}: sets of {args.data}, and samples of a flow"
+    how = {"way": way, "real": x, "labels": labels, "nats": nats, "test": found}
+    pages.flow_page(path, way[-1], mask, run=args.load or args.out, title=title, **how)
 
 
 def as_seen(x, mask=None):

@@ -7,11 +7,13 @@ The paper only shows pictures of its samples; the scores are those of Yang et al
 """
 
 import math
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 
-def square_distances(x, y):
+def square_distances(x: Tensor, y: Tensor) -> Tensor:
     """|xᵢ − yⱼ|² `(..., n, m)`, axis by axis: exact where points nearly coincide, and fast."""
     total = 0
     for a, b in zip(x.unbind(-1), y.unbind(-1)):
@@ -19,7 +21,9 @@ def square_distances(x, y):
     return total
 
 
-def chamfer(x, y, x_mask=None, y_mask=None):
+def chamfer(
+    x: Tensor, y: Tensor, x_mask: Tensor | None = None, y_mask: Tensor | None = None
+) -> Tensor:
     """Chamfer distance of every pair of sets x and y; the leading axes broadcast."""
     d = square_distances(x, y)
     to_y = d if y_mask is None else d.masked_fill(~y_mask[..., None, :], math.inf)
@@ -47,7 +51,9 @@ def chamfer_matrix(xs, ys, x_mask=None, y_mask=None, pairs=2**23, watch=iter):
     return torch.stack(rows)
 
 
-def sample_scores(samples, real, mask=None, watch=iter):
+def sample_scores(
+    samples: Tensor, real: Tensor, mask: Tensor | None = None, watch: Callable = iter
+) -> dict:
     """Scores of as many generated sets as real ones, `(N, n, d)` each; watch(rows) sees progress.
 
     mask `(N, n)` is that of both: the samples are as large as the real sets.

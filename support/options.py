@@ -21,7 +21,7 @@ SCHEDULES = ("halve", "one-cycle")
 GROUPS = ("data", "the model of the paper", "training", "ours", "from a finished run")
 PLACES = (  # where, and what is done beside training: not kept, and may change when a run goes on
     "out", "root", "resume", "cuda", "load", "evaluate", "last", "sample", "path",
-    "reconstruct", "fit_prior", "at", "score", "label", "context",
+    "reconstruct", "fit_prior", "at", "score", "label", "context", "recipe",
 )  # fmt: skip
 DATA = ("data", "columns", "skip_bad", "noise")  # which sets, and how they are read
 DELETED = ("mix", "random_times")  # options that a run from before may have in its config.json
@@ -115,6 +115,11 @@ def shared(description, name, epochs, batch_size, every=None):
     add("--out", type=path, default=f"runs/{name}", help="Folder of the run.")
     help = "Go on with the run in --out, with its own options, or start it."
     add("--resume", action="store_true", help=help)
+    help = (
+        "Repeat the run of a results.json, with all its stages; whatever else is typed counts for"
+    )
+    help += " each of them. Earlier stages have folders of their own in --out."
+    add("--as", type=path, dest="recipe", metavar="RESULTS", help=help)
     help = "Seed of the weights, the order of the sets, the points drawn and the held-out sets."
     add("--seed", type=number(int, 0, below=2**63), default=0, help=help)
     help = "Train K times, with the seeds seed, seed + 1 and so on, each in its own folder in"
@@ -221,6 +226,68 @@ def parse_as_in(run, parser, argv, names=None):
     parser.reading = ""
     parser.set_defaults(**{k: getattr(read, k) for k in config})
     return parser.parse_args(argv)
+
+
+def repeat(parser, args):
+    """--as RESULTS: args whose `recipe` has the words of a command for each stage."""
+    if args.load:
+        parser.error("--as RESULTS trains: leave out --load")
+    found, run = read_stages(args.recipe), None
+    usual = parser.parse_args([])
+    typed = {k: v for k, v in vars(args).items() if v != getattr(usual, k)}
+    if args.finetune:  # which replaces the stages before
+        found = found[-1:]
+    elif isinstance(found[0], str):
+        run = found.pop(0)
+        if not (Path(run) / "best.pt").exists():
+            way = "--finetune RUN names another to begin with"
+            raise UsageError(f"{args.recipe}: began with {run}, which is not here: {way}")
+        say(f"{args.recipe}: begins with {run} as it is now, since that left no recipe")
+    commands = []
+    for k, options in enumerate(found, 1):
+        if strange := sorted(k for k, v in options.items() if v and not hasattr(args, k)):
+            fault = f"this script has no {', '.join(strange)}"
+            raise UsageError(f"{args.recipe}: {fault}; results of another one, or of older code")
+        out = args.out if k == len(found) else f"{args.out}/stage{k}"
+        options = options | ({"finetune": run} if run else {}) | typed | {"out": out}
+        del options["recipe"]
+        kept = [(k, v) for k, v in options.items() if hasattr(args, k)]
+        commands.append([word for k, v in kept for word in as_typed(parser, k, v)])
+        run = out
+    return argparse.Namespace(recipe=commands)
+
+
+def read_stages(path):
+    """The options of each stage in a results.json, after the path of a run without a recipe."""
+    results = read_json(Path(path))
+    runs = results.get("runs") if isinstance(results, dict) else None
+    several = {"runs": len(runs)} if isinstance(runs, list) and runs else {}  # of --runs K
+    results = runs[0] if several else results
+    config = results.get("config") if isinstance(results, dict) else None
+    before = results.get("before", []) if isinstance(config, dict) else None
+    if not isinstance(before, list):
+        raise UsageError(f"{path}: not the results.json of a run")
+    if not before and isinstance(config.get("finetune"), str):
+        before = [config["finetune"]]
+    for k, stage in enumerate(before):
+        if not isinstance(stage, dict) and (k or not isinstance(stage, str)):
+            raise UsageError(f"{path}: {str(stage)[:40]!r} is no stage of a run")
+    return [without_places(stage) for stage in (*before, config | several)]
+
+
+def without_places(options):
+    """The options of a stage, but for those that are never read from a file."""
+    if isinstance(options, str):
+        return options
+    return {k: v for k, v in options.items() if k not in PLACES}
+
+
+def stages_before(run):
+    """What results.json keeps of the --finetune RUN: the options of its stages, or its path."""
+    try:
+        return read_stages(Path(run) / "results.json")
+    except UsageError:
+        return [relative(str(run))]
 
 
 def as_typed(parser, name, value):

@@ -18,6 +18,8 @@ import itertools
 import math
 import struct
 import zlib
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -39,13 +41,15 @@ MARGIN, GAP, LINE = 18, 8, 18  # LINE: pixels from one line of text to the next
 
 
 # ------------------------------------------------------------------------------- files
-def write_png(path, pixels):
+def write_png(path: str | Path, pixels: np.ndarray):
     """Write pixels, uint8 (h, w, 3) or grey (h, w), whole or not at all."""
     header, (data,) = _encode([pixels])
     _write(path, [(b"IHDR", header), (b"IDAT", data), (b"IEND", b"")])
 
 
-def write_apng(path, frames, seconds=0.1):
+def write_apng(
+    path: str | Path, frames: Sequence[np.ndarray], seconds: float | Sequence[float] = 0.1
+):
     """Write an endless animation; `seconds` for which a frame stays, a number or one for each."""
     header, data = _encode(frames)
     seconds = [seconds] * len(data) if np.ndim(seconds) == 0 else list(seconds)
@@ -475,7 +479,7 @@ def _trace(canvas, at, colour):
 
 
 # ------------------------------------------------------------------------------- confusion
-def confusion(matrix, names, title=""):
+def confusion(matrix: Sequence, names: Sequence[str], title: str = "") -> np.ndarray:
     """Counts (true, predicted) as shares of their row: hits blue, mistakes red, both by √share."""
     counts = np.asarray(matrix, np.float64)
     if counts.ndim != 2 or len(set(counts.shape)) > 1 or not counts.size:

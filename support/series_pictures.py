@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import data
-from support import pictures, training
+from support import pages, pictures, training
 from support.series import (
     at_times,
     draw_series,
@@ -22,6 +22,7 @@ from support.series import (
     is_own,
     kind_of,
     moving,
+    observed_series,
     spread,
     tested_times,
     usual_times,
@@ -66,9 +67,7 @@ def draw_moving(path, x, times, trained, title, across=6):
 
 def as_seen(x, middle):
     """The points of a set (n, d) as pictures show them, in two or three axes; None if none."""
-    x = (x - middle)[~np.isnan(x).any(-1), :3]
-    x = np.pad(x, ((0, 0), (0, 1))) if x.shape[-1] == 1 else x
-    return x if len(x) else None
+    return pictures.as_seen(x - middle)
 
 
 def window(*sets):
@@ -86,6 +85,29 @@ def draw_run(args, model, test, draws):
     draw_samples(out, args, model, draws)
     draw = draw_own_reconstructions if is_own(args) else draw_reconstructions
     draw(out, args, model, test, draws)
+
+
+@torch.no_grad()
+def draw_page(path, args, model, split, draws, test):
+    """Test series, what the model makes of them at any time, and samples, as a page."""
+    few, run = split.some(4), args.load or args.out
+    if is_own(args):
+        batch = few.batch(device=draws.device)
+        z0, true = model.encode(batch.x, batch.t, batch.mask).mean, observed_series(batch)
+        known, points = usual_times(run), batch.x.shape[-2]
+        trained = at = np.unique(np.linspace(known[0], known[-1], 29).round(9)).tolist()
+    else:
+        trained, points = args.times, args.points
+        at = np.linspace(trained[0], trained[-1] + 0.5, 31).round(9).tolist()
+        x, truth = (at_times(few, t).draw(np.arange(len(few)))[0] for t in (trained, at))
+        z0, true = model.encode(x, trained).mean, [(at, series) for series in truth]
+    made = model.decode(z0, at, **moving(args, draws) | {"points": points}).cpu().numpy()
+    rows = [(k, "true", *series) for k, series in enumerate(true, 1)]
+    rows += [(k, "model", at, sets) for k, sets in enumerate(made, 1)]
+    samples = draw_series(args, model, run, 8, at, draws)
+    rows += [(k, "sample", at, sets) for k, sets in enumerate(samples, 1)]
+    title = f"{Path(args.out).name}: test series of {args.data}, and what the model makes of them"
+    pages.series_page(path, rows, trained, run=run, test=test, title=title)
 
 
 def draw_curves(out, args):

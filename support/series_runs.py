@@ -16,7 +16,7 @@ import torch
 import data
 import exnode
 from beyond import prior
-from support import options, training
+from support import options, pages, training
 from support.files import write_whole
 from support.series import (
     as_mask,
@@ -99,6 +99,10 @@ def write_series(args, name, x, rows, trained, title):
     times = [args.times[k] for k in pick]
     draw_moving(f"{name}-moving.png", shown[:24, pick], times, trained, title)
     training.say(f"{name}.npy {x.shape}, {name}.png and {name}-moving.png")
+    given = [(k, *row) for k, row in enumerate((row for row in rows if row[0] == "given"), 1)]
+    kind = "model" if given else "sample"
+    made = [(k, kind, times, sets) for k, sets in enumerate(shown[:24, pick], 1)]
+    pages.series_page(f"{name}.html", given + made, trained, run=args.load, title=title)
     return {"sets": x, "times": args.times, "file": f"{name}.npy"}
 
 

@@ -146,7 +146,7 @@ class Splits(NamedTuple):
     test: Split
 
 
-def span(points):
+def span(points: int | tuple[int, int]) -> tuple[int, int]:
     """(low, high) of a number of points or of a pair of them."""
     pair = points if isinstance(points, tuple | list) else (points, points)
     try:
@@ -222,7 +222,7 @@ class Batch(NamedTuple):
 WINDOW = 50  # batches among which sets are sorted by size
 
 
-def steps(split, batch_size, training=True):
+def steps(split: Split, batch_size: int, training: bool = True) -> int:
     """Batches in an epoch; in training the last, incomplete one is left out."""
     if batch_size < 1:
         raise DataError(f"batch_size={batch_size}: want at least 1")

@@ -8,8 +8,8 @@
 x = centre + half · (8 q / 65534 − 4), with the centre and half-width of its section's window, and
 q = 65535 where a point is not drawn. The page says beside a set what it leaves out.
 
-Shapes: a set is `(n, d)`, or `(F, n, d)` over time, NaN where there is no point. y is up in 2-D, z
-in 3-D; of more than three axes the first three are drawn.
+Shapes: a set is `(n, d)`, or `(F, n, d)` over time, with NaN for a point at times when there is
+none. y is up in 2-D, z in 3-D; of more than three axes the first three are drawn.
 """
 
 import base64
@@ -26,6 +26,7 @@ import numpy as np
 from support.files import write_whole
 
 REACH, LEVELS = 4, 65534  # half-widths from the centre to the farthest point drawn; the largest q
+GIVEN = ("real", "given", "true")  # kinds that are not of a model: drawn in grey
 MOST_SETS, MOST_POINTS, MOST_NUMBERS = 200, 20_000, 6_000_000  # page, set, page: up to 16 MB
 
 
@@ -35,7 +36,7 @@ class Cloud:
 
     x: np.ndarray  # (n, d) or (F, n, d)
     name: str = ""
-    kind: str = ""  # "real", "given" and "true" are grey, others blue; each kind can be hidden
+    kind: str = ""  # grey if in GIVEN, else blue; each kind can be hidden
     section: str = ""  # a heading; the sets under it share window, camera and times
     label: str | None = None
     predicted: str | None = None
@@ -60,7 +61,7 @@ def write(
     share, sections = MOST_NUMBERS / max(1, sum(x.size for _, x, _ in shown)), {}
     for cloud, x, times in shown:
         sections.setdefault((cloud.section, x.shape[-1]), []).append((cloud, x, times))
-    page = {"about": about, "results": results or {}, "curves": curves}
+    page = {"about": about, "results": results or {}, "curves": curves, "given": GIVEN}
     page |= {"sections": [_section(*key, clouds, share) for key, clouds in sections.items()]}
     page |= {"end": any(c.times is None for c, x, _ in shown if len(x) > 1), "all": len(sets)}
     embedded = json.dumps(_plain(page), allow_nan=False).replace("<", "\\u003c")
@@ -90,7 +91,8 @@ def _read(cloud, where):
 
 def _section(name, dim, clouds, share):
     """The window of some sets, the times at which any of them has a frame, and the sets."""
-    window = _window([x for _, x, _ in clouds])
+    ends = [x[-1:] if cloud.times is None else x for cloud, x, _ in clouds]  # data, without noise
+    window = _window([x for _, x, _ in clouds], ends)
     moving = [times for _, x, times in clouds if len(x) > 1]
     union = np.unique(np.concatenate(moving)) if moving else np.zeros(1)
     return {
@@ -100,29 +102,38 @@ def _section(name, dim, clouds, share):
     }
 
 
-def _window(frames):
+def _window(frames, ends):
     """Centre and half-width that show nearly all points of nearly all sets; both divided by 4.
 
     By 4, so that no difference of two coordinates overflows. Neither a few points far outside nor a
-    set that is far larger than most, as from a model that diverged, make the others small.
+    set that is far larger than most, as from a model that diverged, make the others small. What is
+    before the ends, such as noise, may reach to twice the half-width.
     """
-    finite = [x[np.isfinite(x).all(-1)].astype(np.float64) / 4 for x in frames]
-    finite = [p for p in finite if len(p)] or [np.zeros((1, frames[0].shape[-1]))]
-    middles = [np.quantile(p, (0.05, 0.95), axis=0).sum(0) / 2 for p in finite]
+    frames, ends = (
+        [x[np.isfinite(x).all(-1)].astype(np.float64) / 4 for x in s] for s in (frames, ends)
+    )
+    points = [p for p in frames if len(p)] or [np.zeros((1, frames[0].shape[-1]))]
+    middles = [np.quantile(p, (0.05, 0.95), axis=0).sum(0) / 2 for p in points]
     centre = np.median(middles, axis=0)
-    radii = [
-        np.quantile(functools.reduce(np.hypot, (p - centre).T, 0), (0.5, 0.99)) for p in finite
-    ]
+    sizes = [_half_width([p for p in s if len(p)] or points, centre) for s in (frames, ends)]
+    return centre, min(sizes[0], max(sizes[0] / 2, sizes[1])) or 0.25
+
+
+def _half_width(sets, centre):
+    """About a centre, as the window wants it."""
+    radii = [functools.reduce(np.hypot, (p - centre).T, 0) for p in sets]
     with np.errstate(over="ignore"):
-        sizes = [4 * some if 0 < 50 * some < most else most for some, most in radii]
-        half = 1.05 * min(max(sizes), 3 * np.median(sizes))
-    return centre, float(half) or 0.25
+        pairs = [np.quantile(r, (0.5, 0.99)) for r in radii]
+        sizes = [4 * some if 0 < 50 * some < most else most for some, most in pairs]
+        return float(1.05 * min(max(sizes), 3 * np.median(sizes)))
 
 
 def _describe(cloud, x, times, window, union, share):
     """What the page needs of a set: its words, its frame at each time, its points."""
     n, axes = x.shape[1], np.shape(cloud.x)[-1]
-    keep, infinite = min(n, MOST_POINTS, max(1, int(n * share))), ~np.isfinite(x).all((0, -1))
+    keep = min(n, MOST_POINTS, max(1, int(n * share)))
+    absent = np.isnan(x).all(-1) if len(x) > 1 else False  # for a part of the time
+    infinite = (~np.isfinite(x).all(-1) & ~absent).any(0)
     if keep < n:  # at random: points may lie in an order
         x = x[:, np.sort(np.random.default_rng(0).choice(n, keep, replace=False))]
     q, far = _quantise(x, *window)

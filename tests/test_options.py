@@ -128,3 +128,112 @@ def test_the_pulse_says_it_from_a_thread_of_its_own(monkeypatch):
     )
     with progress.pulse(), progress.doing("a long solve"):
         assert said.wait(60)
+
+
+# ------------------------------------------------------------------------- a results.json again
+def results(path, **content):
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def commands(script, *words):
+    return script.parse(["--as", *map(str, words)]).recipe
+
+
+def test_results_are_the_recipe_of_all_their_stages(tmp_path):
+    first = vars(train_flow.parse(["--objective", "matching", "--hidden", "8,8", "--time"]))
+    second = vars(train_flow.parse(["--objective", "matching", "--lr", "0.5", "--points", "7"]))
+    config = options.configuration
+    first, second = (config(options.argparse.Namespace(**c)) for c in (first, second))
+    second["finetune"] = "runs/gone"
+    path = results(tmp_path / "results.json", config=second, before=[first])
+    out = str(tmp_path / "again")
+    one, two = commands(train_flow, path, "--out", out, "--seed", 3, "--root", "there")
+    args = train_flow.parse(one)
+    assert (args.out, args.seed, args.root, args.finetune) == (f"{out}/stage1", 3, "there", None)
+    assert config(args) == first | {"seed": 3}
+    keep(tmp_path / "again", **{})
+    keep(tmp_path / "again" / "stage1", **config(args))
+    args = train_flow.parse(two)
+    assert (args.out, args.seed, args.finetune) == (out, 3, f"{out}/stage1")
+    assert (args.lr, args.points, args.hidden) == (0.5, 7, [128, 128, 128])
+    (typed,) = commands(train_flow, path, "--out", out, "--finetune", tmp_path / "again" / "stage1")
+    assert train_flow.parse(typed).finetune == str(tmp_path / "again" / "stage1")
+
+
+def test_results_of_several_seeds_are_repeated_as_several(tmp_path):
+    config = options.configuration(train_cls.parse(["--model", "deepsets", "--no-augment"]))
+    path = results(tmp_path / "results.json", mean=0.5, runs=[{"config": config}] * 3)
+    (words,) = commands(train_cls, path)
+    args = train_cls.parse(words)
+    assert (args.runs, args.model, args.augment) == (3, "deepsets", False)
+
+
+def test_a_stage_without_a_recipe_is_used_as_it_is_or_named_as_missing(tmp_path, capsys):
+    gone, here = str(tmp_path / "gone"), tmp_path / "here"
+    path = results(tmp_path / "results.json", config={"model": "deepsets", "finetune": gone})
+    with pytest.raises(UsageError, match=r"began with .*gone, which is not here: --finetune RUN"):
+        commands(train_cls, path)
+    here.mkdir()
+    (here / "best.pt").touch()
+    path = results(tmp_path / "results.json", config={"lr": 0.5}, before=[str(here), {"lr": 0.25}])
+    one, two = commands(train_cls, path, "--out", "runs/x")
+    assert one[1:] == [f"--finetune={here}", "--out=runs/x/stage1"]
+    assert two[1:] == ["--finetune=runs/x/stage1", "--out=runs/x"]
+    assert "begins with" in capsys.readouterr().err
+
+
+STRANGE = [[], {}, {"config": 3}, {"config": {}, "before": 3}, {"config": {}, "before": [3]}]
+STRANGE += [{"config": {"lr": 1}, "before": [{}, "a"]}, {"config": {"blocks": 12}}]
+STRANGE += [{"config": {"mix": 0.5}}, {"config": {"lr": {}}}, {"config": {"seed": [{}]}}]
+
+
+@pytest.mark.parametrize("content", STRANGE, ids=str)
+def test_what_is_no_recipe_of_this_script_is_one_line(content, tmp_path, capsys):
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(content))
+    code, err = call(train_cls, capsys, "--as", path, "--out", tmp_path / "run")
+    assert (code, err.count("\n")) == (2, 1), err
+
+
+def test_a_recipe_does_not_say_where_to_write_and_goes_without_load(tmp_path, capsys):
+    config = {"model": "deepsets", "out": "elsewhere", "root": "elsewhere", "load": "elsewhere"}
+    path = results(tmp_path / "results.json", config=config, before=[{"out": "elsewhere"}])
+    assert "elsewhere" not in str(commands(train_cls, path, "--out", "runs/x"))
+    code, err = call(train_cls, capsys, "--as", "", "--out", tmp_path / "run")
+    assert (code, err.count("\n")) == (2, 1), err
+    code, err = call(train_cls, capsys, "--as", path, "--load", tmp_path, "--evaluate")
+    assert (code, "leave out --load" in err) == (2, True)
+
+
+def test_a_run_and_its_second_stage_are_repeated_to_the_same_numbers(tmp_path):
+    tiny = ["--objective", "matching", "--category", "1", "--points", "5", "--blocks", "1"]
+    tiny += ["--hidden", "8", "--heads", "2", "--epochs", "1", "--batch-size", "600"]
+    tiny += ["--test-sets", "6", "--every", "2"]
+    train_flow.main([*tiny, "--out", str(tmp_path / "one")])
+    more = ["--finetune", str(tmp_path / "one"), "--lr", "0.01", *tiny[:2], *tiny[-8:]]
+    wanted = train_flow.main([*more, "--out", str(tmp_path / "two")])
+    assert len(wanted["before"]) == 1
+    (tmp_path / "one" / "results.json").unlink()  # a results.json is enough by itself
+    path, out = str(tmp_path / "two" / "results.json"), str(tmp_path / "again")
+    found = train_flow.main(["--as", path, "--out", out])
+    assert found["config"] | {"finetune": 0} == wanted["config"] | {"finetune": 0}
+    assert found["before"] == wanted["before"]
+    drop = {"seconds_per_sample": 0}
+    scores = [r["test"]["samples"] | drop for r in (found, wanted)]
+    assert scores[0] == scores[1]
+    assert found["test"] | {"samples": 0} == wanted["test"] | {"samples": 0}
+
+
+def test_each_result_of_the_repository_is_a_recipe_or_says_what_is_gone():
+    found = {}
+    for path in sorted((options.PROJECT / "results").glob("*.json")):
+        script = SCRIPTS[path.name.partition("-")[0]]
+        try:
+            found[path.stem] = len(commands(script, path))
+        except UsageError as e:
+            found[path.stem] = str(e).rpartition(", ")[2]
+    assert found["flow-chair-long"] == 3
+    assert found["cls-exnode-deepsets-seed1"] == 2
+    gone = "which is not here: --finetune RUN names another to begin with"
+    assert {value for value in found.values() if isinstance(value, str)} <= {gone}

@@ -488,4 +488,4 @@ def test_what_is_wrong_with_own_sets_is_one_line(own, tmp_path, capsys):
 
 
 def test_help_says_in_sentences_what_every_option_does(capsys):
-    check_help(train_cls, capsys, 31)
+    check_help(train_cls, capsys, 32)

@@ -50,7 +50,7 @@ def test_a_run_raises_the_likelihood_and_leaves_all_its_files(runs, objective):
         "curves.png",
         "sets.json",
     }
-    names |= {"samples.png", "path.png", "path-moving.png"}
+    names |= {"samples.png", "path.png", "path-moving.png", "view.html"}
     assert {p.name for p in out.iterdir()} == names
     for name in names:
         if name.endswith("png"):
@@ -165,7 +165,7 @@ def test_samples_of_a_run_depend_on_the_seed_only_and_may_have_more_points(runs,
     out, _ = runs["matching"]
     options = ["--load", out, "--sample", "3", "--points", "40"]
     code, err = run_here(capsys, *options)
-    assert (code, err.count("\n")) == (0, 1)
+    assert (code, err.count("\n")) == (0, 2)
     first = np.load(out / "samples-3x40-seed0.npy")
     assert first.shape == (3, 40, 2)
     assert (out / "samples-3x40-seed0.png").read_bytes().startswith(b"\x89PNG")
@@ -585,4 +585,4 @@ def test_what_is_wrong_with_own_sets_is_one_line(labelled, contextual, tmp_path,
 
 
 def test_help_says_in_sentences_what_every_option_does(capsys):
-    check_help(train_flow, capsys, 48)
+    check_help(train_flow, capsys, 49)

@@ -1073,4 +1073,4 @@ def test_a_decoder_that_attends_can_be_evaluated_and_trained_by_either_objective
 
 
 def test_help_says_in_sentences_what_every_option_does(capsys):
-    check_help(train_temporal, capsys, 44)
+    check_help(train_temporal, capsys, 45)

@@ -91,6 +91,15 @@ def test_the_window_holds_most_sets_though_one_diverged(tmp_path):
     assert not any(shown["note"] for shown in section["sets"][:-1])
 
 
+def test_the_window_is_that_of_the_data_though_they_come_from_wider_noise(tmp_path):
+    for end, widest in ((0.7, 0.7), (0.1, 0.5)):  # of the half-width of the noise
+        x = np.stack([normal(500, 2) * s for s in np.linspace(1, end, 9)])
+        (way,) = page_of(tmp_path, [x])["sections"]
+        (series,) = page_of(tmp_path, [Cloud(x, times=range(9))])["sections"]
+        assert way["half"] == pytest.approx(widest * series["half"], rel=0.2)
+        assert not way["sets"][0]["note"]
+
+
 def test_a_few_points_on_either_side_stay_in_the_window(tmp_path):
     for side in (-3.0, 3.0):
         x = np.r_[0.1 * normal(96, 1), np.full((4, 1), side)]
@@ -461,10 +470,13 @@ def test_dark_and_light_follow_the_preference(window, see):
 
 
 def test_results_and_curves_are_beside_the_sets(see):
-    results = {"test": {"ppll": 1.23456, "confusion": [[1] * 9] * 9}, "seconds": 3}
+    results = {
+        "test": {"ppll": 1.23456, "confusion": [[1, 0], [0, 1]], "times": [0, 1]},
+        "seconds": 3,
+    }
     curves = [{"step": k, "epoch": k / 2, "loss": None if k < 2 else 1 / k} for k in range(9)]
     page = see([normal(9, 3)], results=results, curves=curves)
-    assert page.words("tr") == ["ppll1.235", "confusion9 entries", "seconds3"]
+    assert page.words("tr") == ["ppll1.235", "confusion2 entries", "times0,1", "seconds3"]
     assert page.words("details[open] > summary") == ["test"]
     assert page.words("svg") == ["loss0.125 to 0.5step 28"]
 
