@@ -11,7 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import exnode
 import train_flow
-from support import pages, viewer
+from support import flow_pictures, flows, pages, viewer
 from support.viewer import Cloud
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +33,7 @@ def flow_sets(section, name, sets, points, frames):
     args = train_flow.parse(["--load", str(run), "--sample", "1"])
     model, noise = exnode.load(run), torch.Generator().manual_seed(0)
     z = exnode.normal((sets, points, model.dim), model.mean, noise)
-    way = train_flow.paths(model, z, frames, solver=train_flow.sampler(args))
+    way = flow_pictures.paths(model, z, frames, solver=flows.sampler(args))
     return [Cloud(way[:, i].numpy(), str(i + 1), section=section) for i in range(sets)]
 
 

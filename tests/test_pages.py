@@ -11,7 +11,7 @@ import train_cls
 import train_flow
 import train_temporal
 from solvers import SolverError
-from support import pages
+from support import flow_pictures, pages
 from support.options import UsageError
 
 STORY = {"title": "a run"}
@@ -144,7 +144,7 @@ def test_a_flow_leaves_a_page_of_its_run_of_samples_and_of_an_evaluation(tmp_pat
     for name in ("view", "evaluation"):
         counts, section = kinds(out / f"{name}.html")
         assert counts == {"real": 8, "sample": 8}
-        assert len(section["times"]) == train_flow.PAGE_FRAMES
+        assert len(section["times"]) == flow_pictures.PAGE_FRAMES
         assert {s["label"] for s in section["sets"]} == {"1", "7"}
         assert all(isinstance(s["log_density"], float) for s in section["sets"])
     page = embedded(out / "view.html")

@@ -32,7 +32,7 @@ def whole(tmp_path_factory):
 def test_a_run_learns_and_leaves_all_its_files(whole):
     out, results = whole
     names = {"config.json", "metrics.jsonl", "last.pt", "best.pt", "results.json"}
-    names |= {"sets.json", "curves.png", "confusion.png"}
+    names |= {"sets.json", "curves.png", "confusion.png", "view.html"}
     assert {p.name for p in out.iterdir()} == names
     table = lines(out)
     assert [line["epoch"] for line in table] == [0, 1, 2]

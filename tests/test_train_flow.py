@@ -585,4 +585,4 @@ def test_what_is_wrong_with_own_sets_is_one_line(labelled, contextual, tmp_path,
 
 
 def test_help_says_in_sentences_what_every_option_does(capsys):
-    check_help(train_flow, capsys, 49)
+    check_help(train_flow, capsys, 50)

@@ -96,7 +96,14 @@ WORLD = training.World(torch.device("cpu"))
 def test_each_objective_improves_the_elbo_and_leaves_all_files(runs, objective):
     out, results = runs[objective]
     names = {"config.json", "sets.json", "metrics.jsonl", "last.pt", "best.pt", "results.json"}
-    names |= {"samples.png", "moving.png", "reconstructions.png", "latent.png", "curves.png"}
+    names |= {
+        "samples.png",
+        "moving.png",
+        "reconstructions.png",
+        "latent.png",
+        "curves.png",
+        "view.html",
+    }
     assert {p.name for p in out.iterdir()} == names
     first, last = lines(out)[0], lines(out)[-1]
     assert last["valid_elbo"] > first["valid_elbo"] + 0.02
@@ -586,7 +593,7 @@ def test_samples_of_a_run_depend_on_the_seed_only(run, tmp_path):
         options = ["--sample", "3", "--times", "0:1.5:0.25", "--points", "9", "--seed", seed]
         out = tmp_path / name
         found = train_temporal.main(["--load", str(run), *options, "--out", str(out)])
-        assert {p.suffix for p in out.iterdir()} == {".npy", ".npz", ".png"}
+        assert {p.suffix for p in out.iterdir()} == {".npy", ".npz", ".png", ".html"}
         pixels, _ = read_png(out / f"samples-3x9-seed{seed}.png")
         assert has(pixels, "red")
         assert has(pixels, "green")
