@@ -449,6 +449,8 @@ def test_a_flow_in_units_of_its_data_is_the_same_flow_of_scaled_data():
     close(flow.log_prob(x, mask), plain.log_prob(y, mask) - change, 1e-9)
     close(flow.encode(x, mask), plain.encode(y, mask), 1e-9)
     close(flow.decode(flow.encode(x, mask), mask), x, 1e-4)
+    plain.standardise(x.view(2, 3, 4, 2))  # without a mask, all points count
+    close((plain.mean, plain.std), (x.view(-1, 2).mean(0), x.view(-1, 2).std(0, correction=0)))
 
 
 # -------------------------------------------------------------------------------- sets over time
