@@ -140,13 +140,14 @@ def test_padding_changes_neither_training_nor_gradients_of_a_classifier(name):
     mask[0], found = True, []
     for part in model.modules():
         part.p = 0.0  # no dropout
-    for content, here in ((x, mask), (filled(x, mask, 1e30), mask), widened(x, mask)):
+    contents = [(filled(x, mask, value), mask) for value in (1.0, 1e30, math.nan)]
+    for content, here in (*contents, widened(x, mask)):
         content = content.clone().requires_grad_()
         loss = model(content, here).square().sum()
         grads = torch.autograd.grad(loss, [content, *model.parameters()])
         assert not grads[0][~here].any()
         found.append((loss, grads[0][here], grads[1:]))
-    close(found[1:], [found[0]] * 2, 1e-8)
+    close(found[1:], [found[0]] * 3, 1e-8)
 
 
 # ---------------------------------------------------------- Table 3, written out from the weights
@@ -448,6 +449,8 @@ def test_a_flow_in_units_of_its_data_is_the_same_flow_of_scaled_data():
     close(flow.log_prob(x, mask), plain.log_prob(y, mask) - change, 1e-9)
     close(flow.encode(x, mask), plain.encode(y, mask), 1e-9)
     close(flow.decode(flow.encode(x, mask), mask), x, 1e-4)
+    plain.standardise(x.view(2, 3, 4, 2))  # without a mask, all points count
+    close((plain.mean, plain.std), (x.view(-1, 2).mean(0), x.view(-1, 2).std(0, correction=0)))
 
 
 # -------------------------------------------------------------------------------- sets over time
