@@ -4,8 +4,10 @@
 
 Hutchinson's estimator samples directions; this samples times, too. Solving for z alone needs no
 tangents, and each set has a τ of its own, drawn anew in each step. So the estimate is unbiased for
-the path that is solved, and training cannot exploit the nodes of a quadrature, as it does with few
-fixed steps (log p of one RK4 step per block was 0.004 nats per point off after 592 steps).
+the path that is solved, and training cannot exploit the nodes of a quadrature (with the trace at
+the nodes of one RK4 step per block, log p was 0.004 nats per point off after 592 steps). The path
+has to be solved by dopri5: by one RK4 step per block, even with the trace at random times, training
+exploits the error of the path (0.03 off after 400 steps, and no density at all after 450).
 """
 
 import torch
