@@ -130,9 +130,11 @@ def check(parser, args, argv):
     elif args.finetune:
         args = options.parse_as_in(args.finetune, parser, argv, MODEL_OPTIONS)
     if args.stages:
-        names = ("points", "epochs", "minutes")
+        points, epochs, _ = parse_stages(args.stages)[-1]
+        known = (args.points, args.epochs) == (points, epochs)  # of a run that goes on or again
+        names = ("minutes",) if known else ("points", "epochs", "minutes")
         options.refuse(parser, args, names, "is for one stage: --stages has its own")
-        args.points, args.epochs, _ = parse_stages(args.stages)[-1]
+        args.points, args.epochs = points, epochs
     return args
 
 

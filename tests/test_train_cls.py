@@ -12,6 +12,7 @@ import pytest
 import torch
 from scripts import TWO_PROCESSES, call, check_help, lines, start, stop_early
 
+import data
 import exnode
 import train_cls
 from support import models, training
@@ -197,7 +198,8 @@ def test_stages_go_on_from_the_best_weights_and_only_the_last_is_tested(staged):
     first = json.loads((out / "seed1" / "stage1" / "results.json").read_text())
     assert "test" not in first
     assert run["earlier"] == [{k: first[k] for k in ("best", "epochs", "seconds")}]
-    found = [[part["config"][k] for k in ("points", "epochs", "lr")] for part in (first, run)]
+    last = training.read_checkpoint(out / "seed1" / "best.pt")
+    found = [[part["config"][k] for k in ("points", "epochs", "lr")] for part in (first, last)]
     assert found == [[4, 2, 2e-3], [6, 1, 5e-4]]
     weights = training.read_checkpoint(out / "seed1" / "stage1" / "best.pt")["model"]
     args = train_cls.parse(["--load", str(out / "seed1"), "--evaluate"])
@@ -209,6 +211,14 @@ def test_stages_go_on_from_the_best_weights_and_only_the_last_is_tested(staged):
     start = lines(out / "seed1")[0]["valid_accuracy"]
     assert start == pytest.approx(counts.trace().item() / len(splits.valid))
     assert results["mean"] == pytest.approx(sum(results["accuracy"]) / 2)
+
+
+def test_results_of_stages_are_their_own_recipe(staged, tmp_path):
+    recipe = train_cls.parse(["--as", str(staged[0] / "results.json"), "--out", str(tmp_path)])
+    (words,) = recipe.recipe
+    again, before = train_cls.parse(words), train_cls.parse([*STAGES, "--runs", "2"])
+    assert (again.stages, again.finetune, again.lr) == (before.stages, None, before.lr)
+    assert train_cls.each_stage(again)[0].epochs == 2
 
 
 def test_a_run_in_stages_resumes_to_the_same_numbers_and_can_be_evaluated(staged, tmp_path, capsys):
@@ -323,7 +333,8 @@ def test_evaluations_have_the_batch_statistics_of_the_weights_that_they_judge(wh
     training.load_best(model, out)
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     world = training.World(torch.device("cpu"))
-    train_cls.renew_statistics(model, train_cls.draw_batches(args, splits.train, world), world)
+    batches = data.epochs(splits.train, args.batch_size, args.seed)
+    train_cls.renew_statistics(model, batches, world)
     for name, buffer in model.named_buffers():
         if "num_batches" not in name:
             torch.testing.assert_close(buffer, kept[name])
