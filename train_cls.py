@@ -21,8 +21,8 @@ Departures from the paper
   120 epochs are too long; what they reach is in the README. The defaults are the paper's recipe.
 - `--amp` computes matrix products in bfloat16, in training and in evaluations; weights, statistics,
   the state of the ODE and the loss stay in float32. Where a device lacks it, one line says so and
-  all is in float32. Flows and series do not have it: points rounded to bfloat16 raise the matching
-  error of the trained flow of chairs from 0.85 to 1.04.
+  all is in float32. Matching and series do not have it: in bfloat16 the matching error of the
+  trained flow of chairs is 1.04 instead of 0.85.
 - `--stages` trains with few points first; only the last stage is tested.
 - The first layers of the baselines begin in the units of the data: their authors scale each set to
   a deviation of 1, which would hide the size of a person's own sets. ExNODE's has a batch norm.

@@ -42,7 +42,7 @@ import data
 import train_cls
 import train_flow
 import train_temporal
-from support import checkpoints, files, meshes, mnist, modelnet, options, training
+from support import checkpoints, files, meshes, mnist, modelnet, options, series_runs, training
 
 SCRIPTS = {"cls": train_cls, "flow": train_flow, "temporal": train_temporal}
 SHORT = {  # a few seconds each, with several evaluations
@@ -309,7 +309,7 @@ class Readers:
             "config.json": (self.run_files["config.json"], self.config),
             "metrics.jsonl": (self.run_files["metrics.jsonl"], self.last),
             "results.json": (self.run_files["results.json"], self.results),
-            "own.npy": (npy(series), lambda path: train_temporal.read_series(path, 2)),
+            "own.npy": (npy(series), lambda path: series_runs.read_series(path, 2)),
             "idx": (idx, lambda path: mnist.read_idx(path, 3)),
             "idx.gz": (gzip.compress(idx), lambda path: mnist.read_idx(path, 3)),
             "cube.off": (off_cube(), lambda path: meshes.read_off(path.read_bytes(), path)),
