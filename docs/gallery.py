@@ -11,7 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import exnode
 import train_flow
-from support import flow_pictures, flows, pages, viewer
+from support import flow_pictures, flows, pages, series_runs, viewer
 from support.viewer import Cloud
 
 ROOT = Path(__file__).parent.parent
@@ -20,7 +20,7 @@ FLOWS = {  # heading: run, sets, points, frames from noise to data
     "Airplanes, from a flow on ModelNet40: sets of 1,024 points": ("airplane", 6, 1024, 9),
     "Digits, from a flow on SpatialMNIST: sets of 50 points": ("mnist", 12, 50, 17),
 }
-TURNING = "Turning digits, from a VAE over time that was trained at t = 0, 0.25, …, 1"
+TURNING = "Turning digits, from a VAE with a learned prior, trained at t = 0, 0.25, …, 1"
 ABOUT = """Samples of the pretrained models of exnode, a reference implementation of Exchangeable
  Neural ODE for Set Modeling (Li et al., NeurIPS 2020): play the time. Three flows carry noise to
  sets of points; the fourth model makes sets that move. None were chosen: they are those of seed 0.
@@ -39,7 +39,9 @@ def flow_sets(section, name, sets, points, frames):
 
 def turning_sets(series=12, points=100, times=31):
     """Series with the paper's boxes between trained times and beyond them."""
-    model = exnode.load(ROOT / "pretrained" / "turning")
+    run = ROOT / "pretrained" / "turning"
+    model = exnode.load(run)
+    series_runs.attach_prior(run, model)
     t = torch.linspace(0, 1.5, times, dtype=torch.float64).tolist()
     noise = torch.Generator().manual_seed(0)
     x = model.sample(series, t, points, noise, continuous=True).numpy()
