@@ -256,6 +256,8 @@ def tanh_with_tangents(h, dh) -> tuple[Tensor, Tensor]:
 class PointNetwork(nn.Module):
     """Linear, tanh, Linear, …, the same for every point; the first layer also sees (t, context)."""
 
+    tanh_with_tangents = staticmethod(tanh_with_tangents)
+
     def __init__(self, dim, hidden, extra=0):
         super().__init__()
         sizes = (dim, *hidden)
@@ -276,7 +278,7 @@ class PointNetwork(nn.Module):
         """h and δh."""
         h, dh = self.first(x, extra), dx @ self.layers[0].weight.T
         for layer in self.layers[1:]:
-            y, dy = tanh_with_tangents(h, dh)
+            y, dy = self.tanh_with_tangents(h, dh)
             h, dh = layer(y), dy @ layer.weight.T
         return h, dh
 
@@ -308,6 +310,7 @@ class DeepSetsField(ExactField):
 class AttentionField(ExactField):
     """f(x) = W tanh(q + A v) + b,  A = softmax(q kᵀ / √h), q, k, v = networks of x; in heads."""
 
+    network = PointNetwork
     attend_with_tangents = staticmethod(attend_with_tangents)
 
     def __init__(
@@ -316,7 +319,7 @@ class AttentionField(ExactField):
         super().__init__(dim, time, context)
         hidden, self.heads = check_widths(hidden), heads
         check_heads(heads, hidden[-1])
-        self.q, self.k, self.v = (PointNetwork(dim, hidden, time + context) for _ in range(3))
+        self.q, self.k, self.v = (self.network(dim, hidden, time + context) for _ in range(3))
         self.out = nn.Linear(hidden[-1], dim)
 
     def forward(self, t, x, mask=None, context=None):
