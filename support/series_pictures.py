@@ -1,6 +1,6 @@
 """The pictures of series, as in Figures 5 to 8 of the paper.
 
-    Fig. 5, 6, samples, red and green    draw_samples: samples.png, moving.png; frame
+    Fig. 5, 6, samples, red and green    draw_samples: samples.png, moving.png; pages.box
     Fig. 7, conditional samples          draw_reconstructions: reconstructions.png
     Fig. 8, interpolation of z₀          draw_latent: latent.png
 
@@ -20,7 +20,6 @@ from support.series import (
     draw_series,
     full_mask,
     is_own,
-    kind_of,
     moving,
     observed_series,
     spread,
@@ -30,17 +29,12 @@ from support.series import (
 )
 
 
-def frame(t, trained):
-    """The paper's boxes: red between trained times, green beyond, none at them."""
-    return {"reconstruction": None, "interpolation": "red"}.get(kind_of(t, trained), "green")
-
-
 def draw_rows(path, rows, trained, title):
     """Rows (label, times, sets (T, n, d)): of the model, in boxes, if the label is not in grey."""
     middle, limits = window(*(sets for _, _, sets in rows))
     titles = [[f"t = {t:.4g}" for t in times] for _, times, _ in rows]
     grey = [label in ("true", "given") for label, _, _ in rows]
-    frames = [[None if g else frame(t, trained) for t in row[1]] for g, row in zip(grey, rows)]
+    frames = [[None if g else pages.box(t, trained) for t in row[1]] for g, row in zip(grey, rows)]
     picture = pictures.point_grid(
         [[as_seen(x, middle) for x in sets] for _, _, sets in rows],
         titles=titles[0] if all(t == titles[0] for t in titles) else titles,
@@ -59,7 +53,7 @@ def draw_moving(path, x, times, trained, title, across=6):
     for k, t in enumerate(times):
         sets = [as_seen(series[k], middle) for series in x]
         rows = [sets[i : i + across] for i in range(0, len(x), across)]
-        frames = [[frame(t, trained)] * len(row) for row in rows]
+        frames = [[pages.box(t, trained)] * len(row) for row in rows]
         head = f"{title}, t = {t:.2f}"
         images.append(pictures.point_grid(rows, frames=frames, title=head, limits=limits))
     pictures.write_apng(path, images, [0.1] * (len(images) - 1) + [1.0])
