@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN    := .venv/bin
 RUFF   := ruff==0.17.4
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-scripts test-modules lint bench clean
 
 demo: .venv/.installed
 	rm -rf runs/demo
@@ -11,8 +11,17 @@ demo: .venv/.installed
 	  --hidden 64,64,64 --coupling none --optimizer muon --lr 2e-3 --schedule one-cycle \
 	  --ema 0.99 --tolerance 1e-3 --test-sets 200 --minutes 1.5 --out runs/demo
 
+# A test has one thread, so two processes share them: the scripts' tests, and all others.
+SCRIPTS := tests/test_train_*.py tests/test_readme.py
+
 test: .venv/.installed lint
-	$(BIN)/python -m pytest
+	@$(MAKE) --no-print-directory -j2 test-scripts test-modules
+
+test-scripts:
+	$(BIN)/python -m pytest $(SCRIPTS)
+
+test-modules:
+	$(BIN)/python -m pytest $(addprefix --ignore-glob=,$(SCRIPTS))
 
 lint: .venv/.lint
 	$(BIN)/ruff check .

@@ -22,7 +22,7 @@ Departures from the paper
 - Model selection needs data of its own: a tenth of the training sets is held out for it; sets with
   the same stored points stay on one side.
 - The official split of ModelNet has test shapes that are also among the training shapes, shifted or
-  with other triangles: `Split.twins` tells which, so that results can be given without them.
+  with other triangles: `Split.twins` marks them, so that results can be given without them.
 - The built-in sets (support/shapes.py) and a person's own (support/own_sets.py) are ours.
 """
 

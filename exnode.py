@@ -346,7 +346,7 @@ class TemporalSetVAE(nn.Module):
         self.norms = nn.ModuleList(PointNorm(size) for size in sizes[1:])
         self.rnn = nn.GRU(512 + 1, 512, batch_first=True)
         self.mean, self.log_std = self.readout(), self.readout()
-        nn.init.constant_(self.log_std[-1].bias, -2.0)  # z₀ tells of x from the first step
+        nn.init.constant_(self.log_std[-1].bias, -2.0)  # z₀ carries information about x at once
         self.dynamics, self.prior = LatentField(latent), None
         self.solver = {"method": method, "rtol": rtol, "atol": atol, "options": options}
         self.decoder = SetFlow(

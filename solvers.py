@@ -13,12 +13,10 @@ door (`pack`). Time is float64 whatever the state is, and f sees it in the state
 
 Three gradients, all of them reaching y0, the parameters and t:
 
-    odeint             backpropagation through the steps: exact for the discrete solve,
-                       memory of every evaluation;
-    odeint_checkpoint  keeps one state per accepted step and replays the steps backwards:
-                       the same gradient, memory of one step;
-    odeint_adjoint     solves the adjoint equation backwards in time (Chen et al., 2018):
-                       memory of one evaluation, a gradient as good as its tolerance.
+    odeint             backpropagates through the steps: exact, memory of every evaluation;
+    odeint_checkpoint  replays the steps backwards: the same gradient, memory of a state per step;
+    odeint_adjoint     solves the adjoint equation (Chen et al., 2018) backwards in time: memory of
+                       one evaluation, a gradient as good as its tolerance.
 
 Departures from the paper, which calls torchdiffeq:
   - "rk4" is the classic method; torchdiffeq's is the 3/8 rule. Both are of order 4.
@@ -33,11 +31,11 @@ Departures from the paper, which calls torchdiffeq:
 
 import math
 from bisect import bisect_right
+from collections import namedtuple
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,21 +44,9 @@ from torch.autograd.function import once_differentiable
 # ------------------------------------------------------------------------- tableaux and one step
 
 
-class Tableau(NamedTuple):
-    """Runge–Kutta coefficients.
-
-    An adaptive method also has b_err = b − b̂, which estimates the local error, and d, the quartic
-    part of its dense output. Both are one longer than b: their last weight belongs to f(t + h, x₁),
-    which the next step reuses as its k₁ (first same as last).
-    """
-
-    order: int
-    c: tuple[float, ...]
-    a: tuple[tuple[float, ...], ...]
-    b: tuple[float, ...]
-    b_err: tuple[float, ...] | None = None
-    d: tuple[float, ...] | None = None
-
+# Runge–Kutta coefficients. An adaptive method also has b_err = b − b̂ for the local error and d for
+# its dense output, whose last weights belong to f(t + h, x₁): the next k₁ (first same as last).
+Tableau = namedtuple("Tableau", "order c a b b_err d", defaults=(None, None))
 
 METHODS = {
     "euler": Tableau(order=1, c=(0,), a=((),), b=(1,)),
@@ -87,16 +73,11 @@ METHODS = {
         b=(35 / 384, 0, 500 / 1113, 125 / 192, -2187 / 6784, 11 / 84),
         b_err=(71 / 86400, 0, -142 / 50085, 71 / 2880, -5751 / 169600, 44 / 1575, -1 / 60),
         d=(
-            -12715105075 / 11282082432,
-            0,
-            87487479700 / 32700410799,
-            -10690763975 / 1880347072,
-            701980252875 / 199316789632,
-            -1453857185 / 822651844,
-            69997945 / 29380423,
+            -12715105075 / 11282082432, 0, 87487479700 / 32700410799, -10690763975 / 1880347072,
+            701980252875 / 199316789632, -1453857185 / 822651844, 69997945 / 29380423,
         ),
     ),
-}
+}  # fmt: skip
 METHODS["rk5"] = METHODS["dopri5"]._replace(b_err=None, d=None)  # the same in fixed steps
 
 
@@ -149,11 +130,6 @@ class Stats:
 class SolverError(RuntimeError):
     """A solve that could not go on; t, step_size, error_ratio and nfe say where it stopped."""
 
-    t: float
-    step_size: float
-    error_ratio: float
-    nfe: int
-
 
 def rms(x):
     """The root mean square, the norm in which errors are measured."""
@@ -199,29 +175,31 @@ class Problem:
             hint = "a larger max_steps, larger steps or tolerances, or a less stiff f"
             self.fail(f"max_steps = {self.max_steps} is not enough", hint, t, h, ratio)
 
-    def fail(self, what, hint, t, h, ratio=math.nan):
-        t, h = floats([t, h])
+    def fail(self, what, hint, t, h, ratio):
+        t, h = floats([t, abs(h)])
         error = SolverError(
-            f"{what} at t = {t:.9g} (step size {abs(h):.3g}, error ratio {ratio:.3g}, "
+            f"{what} at t = {t:.9g} (step size {h:.3g}, error ratio {ratio:.3g}, "
             f"{self.nfe} evaluations so far). Try: {hint}."
         )
-        vars(error).update(t=t, step_size=abs(h), error_ratio=ratio, nfe=self.nfe)
+        error.t, error.step_size, error.error_ratio, error.nfe = t, h, ratio, self.nfe
         raise error
 
     def fail_at_non_finite(self, t, h, x, k, ratio=math.nan):
         """Name the first evaluation of a step that was not finite."""
-        wrong = [c for c, kj in zip((*self.tableau.c, 1), k) if not torch.isfinite(kj).all()]
-        what = "f returned a non-finite derivative"
-        hint = f"f near this t, or a smaller {'first_step' if self.adaptive else 'step_size'}"
         if not torch.isfinite(x).all():
-            what, hint, wrong = "The state is not finite", "y0 and f without NaN or infinity", []
-        elif not wrong and self.atol == 0:
+            hint = "y0 and f without NaN or infinity"
+            self.fail("The state is not finite", hint, t, h, ratio)
+        wrong = [c for c, kj in zip((*self.tableau.c, 1), k) if not torch.isfinite(kj).all()]
+        if not wrong and self.atol == 0:
             what = "With atol = 0, a component of the state that is 0 has no tolerance"
-            hint = "an atol above 0"
-        self.fail(what, hint, t + wrong[0] * h if wrong else t, h, ratio)
+            self.fail(what, "an atol above 0", t, h, ratio)
+        t = t + wrong[0] * h if wrong else t
+        hint = f"f near this t, or a smaller {'first_step' if self.adaptive else 'step_size'}"
+        self.fail("f returned a non-finite derivative", hint, t, h, ratio)
 
 
 def is_finite(x):
+    """Whether all of x is finite: as a rule its sum is, and that is the quicker look."""
     return math.isfinite(x.detach().sum().item()) or bool(torch.isfinite(x).all())
 
 
@@ -232,20 +210,17 @@ def floats(ts):
 # ------------------------------------------------------------------------------ streams of steps
 
 
-class Step(NamedTuple):
-    """An accepted step of size h from x at t to x1 at t1, and which entries of ts lie in it."""
-
-    t: float | Tensor
-    t1: float | Tensor
-    h: float | Tensor
-    entries: range
-    x: Tensor
-    x1: Tensor
-    k: list[Tensor]
+# An accepted step of size h from x at t to x1 at t1, and which entries of ts lie in it.
+Step = namedtuple("Step", "t t1 h entries x x1 k")
 
 
-def fixed_grid(ts, counts):
-    """t, t1, h and entries of each step, of which there are so many in each interval of ts."""
+def fixed_grid(problem, ts):
+    """t, t1, h and entries of each step: the fewest equal ones within step_size between two ts."""
+    counts = [1] * (len(ts) - 1)
+    if problem.step_size:
+        gaps = [abs(b - a) / problem.step_size for a, b in pairwise(floats(ts))]
+        counts = [max(1, math.ceil(min(gap, 1e18) - 1e-9)) for gap in gaps]
+    problem.count_steps(sum(counts), ts[0], problem.step_size or math.nan)
     for i, (a, b, n) in enumerate(zip(ts, ts[1:], counts), 1):
         h = (b - a) / n
         for j in range(n):
@@ -253,19 +228,9 @@ def fixed_grid(ts, counts):
             yield a + j * h, b if last else a + (j + 1) * h, h, range(i, i + last)
 
 
-def count_fixed(ts, step_size):
-    """How many equal steps in each interval of ts keep |h| within step_size; one without it."""
-    if step_size is None:
-        return [1] * (len(ts) - 1)
-    gaps = [abs(b - a) for a, b in pairwise(floats(ts))]
-    return [max(1, math.ceil(min(gap / step_size, 1e18) - 1e-9)) for gap in gaps]
-
-
 def fixed_steps(problem, x, ts):
     """Equal steps between any two neighbours of ts."""
-    counts = count_fixed(ts, problem.step_size)
-    problem.count_steps(sum(counts), ts[0], problem.step_size or math.nan)
-    for t, t1, h, entries in fixed_grid(ts, counts):
+    for t, t1, h, entries in fixed_grid(problem, ts):
         x1, k = step(problem, problem.tableau, t, t1, h, x, [problem(t, x)])
         if x.device.type == "cpu" and not is_finite(x1):  # on a GPU, a look would be a wait
             problem.fail_at_non_finite(t, h, x, k)
@@ -276,14 +241,13 @@ def fixed_steps(problem, x, ts):
 
 def adaptive_steps(problem, x, ts):
     """Steps whose estimated error is within tolerance; all of them move along with ts[0]."""
-    (t, *stops), shift = floats(ts), zero_with_gradient(ts[0])
-    if not stops:
+    if len(ts) == 1:
         return
-    start, end = t, stops[-1]
-    distances = [abs(stop - start) for stop in stops]
-    done, ratio, growth = 0, math.nan, 10.0
+    start, *_, end = stops = floats(ts)
+    distances, shift = [abs(stop - start) for stop in stops], ts[0] - start  # 0, with a gradient
+    t, done, ratio, growth = start, 1, math.nan, 10.0
     t1, k = first_trial(problem, t, end, x, shift)
-    while True:
+    while t != end:
         h = t1 - t
         problem.count_steps(1, t, h, ratio)
         x1, k = step(problem, problem.tableau, t + shift, t1 + shift, h, x, k)
@@ -297,24 +261,17 @@ def adaptive_steps(problem, x, ts):
             k = k[:1]
             continue
         problem.stats.accepted += 1
-        first, done = done, len(stops) if t1 == end else bisect_right(distances, abs(t1 - start))
-        yield Step(t + shift, t1 + shift, h, range(first + 1, done + 1), x, x1, k)
-        if t1 == end:
-            return
-        t, x, k, growth = t1, x1, [k[-1]], 10.0
+        first, done = done, bisect_right(distances, abs(t1 - start))
+        yield Step(t + shift, t1 + shift, h, range(first, done), x, x1, k)
+        t, x, k, growth = t1, x1, k[-1:], 10.0
         t1 = next_end(t, end, size)
-
-
-def zero_with_gradient(t):
-    """0, which moves with t where that requires a gradient."""
-    return t - t.detach() if isinstance(t, Tensor) else 0.0
 
 
 def outputs(problem, step, ts):
     """The solution at every time of ts inside the step."""
     for i in step.entries:
         theta = (ts[i] - step.t) / step.h if problem.adaptive else 1.0
-        if isinstance(theta, float) and (theta > 1 - 1e-12 or i == len(ts) - 1):
+        if isinstance(theta, float) and theta > 1 - 1e-12:
             yield step.x1
             continue
         if len(step.k) == len(problem.tableau.b):  # a replayed step: its last derivative is due now
@@ -371,10 +328,9 @@ def check_rejected(problem, t, t1, end, x, k, ratio):
 def first_trial(problem, t, end, x, shift):
     """Where the first step ends, and the stages that are known of it.
 
-    Two stages predict the error of a step (`predicted_ratio`). Start from the whole interval, or
-    from a size that a solution with x' / x = const could have; go on if the prediction lies between
-    0.01 and 0.3 tolerances, else take the size for 0.1 and look once more. So an easy interval
-    takes one step, and a hard one rarely loses more than the evaluation that any choice costs.
+    Try the whole interval, or a size that a solution with x' / x = const could have. Go on if the
+    error that two stages predict is 0.01 to 0.3 tolerances, else try the size for 0.1, at most once
+    more: an easy interval takes one step, and a hard one rarely loses more than one evaluation.
     """
     k1, (_, c, *_), (_, a, *_) = problem(t + shift, x), problem.tableau.c, problem.tableau.a
     if problem.first_step:
@@ -405,7 +361,7 @@ PREDICTION = 0.0025  # within a factor of 3 for 9 of 10 networks with steps near
 def predicted_ratio(problem, h, x, k1, k2):
     """The error ratio h ‖x'‖ (h ‖x''‖ / ‖x'‖)⁴ of a solution with one time scale ‖x'‖ / ‖x''‖.
 
-    It is above 0.3, too much for `first_trial`, where h is more than 0.7 of that time: there the
+    Where h is more than 0.7 of that time it is above 0.3, too much for `first_trial`: there the
     true error of a step has been found to be ten times its estimate.
     """
     slopes = k1, k2, (k2 - k1) / problem.tableau.c[1]
@@ -423,16 +379,16 @@ def predicted_ratio(problem, h, x, k1, k2):
 # fmt: off
 def odeint(f, y0, t, *, rtol=1e-7, atol=1e-9, method=None, options=None, event_fn=None, stats=None):
     """y(tᵢ) for every tᵢ, where y' = f(t, y) and y(t₀) = y0; differentiable by backpropagation."""
-    problem, x0, unpack = set_up(f, y0, t, rtol, atol, method or "dopri5", options, stats, event_fn)
-    return unpack(solve(problem, x0, list_times(t, problem, t.requires_grad)))
+    problem, x0, unpack = set_up(f, y0, t, rtol, atol, method, options, stats, event_fn)
+    return unpack(solve(problem, x0, list_times(t, problem)))
 
 
 def odeint_checkpoint(f, y0, t, *, rtol=1e-7, atol=1e-9, method=None, options=None,
                       params=None, stats=None):
     """As `odeint`, with its gradient, keeping one state per accepted step instead of every k."""
-    problem, x0, unpack = set_up(f, y0, t, rtol, atol, method or "dopri5", options, stats)
+    problem, x0, unpack = set_up(f, y0, t, rtol, atol, method, options, stats)
     params = trainable(f, params, "params")
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():  # keep no state
         return unpack(solve(problem, x0, list_times(t, problem)))
     return unpack(Checkpoint.apply(problem, t, x0, *params))
 
@@ -444,20 +400,18 @@ def odeint_adjoint(f, y0, t, *, rtol=1e-7, atol=1e-9, method=None, options=None,
 
     adjoint_options={"norm": "seminorm"} leaves the parameters' gradients out of the error norm.
     """
-    method = method or "dopri5"
     problem, x0, unpack = set_up(f, y0, t, rtol, atol, method, options, stats, event_fn)
     params = trainable(f, adjoint_params, "adjoint_params")
+    method = method or "dopri5"
+    adjoint_method = adjoint_method or method
     if adjoint_options is None:
-        if options and (adjoint_method or method) != method:
-            raise ValueError(f"adjoint_options are missing: options are those of {method}")
+        same = not options or adjoint_method == method
+        check(same, f"adjoint_options are missing: options are those of {method}")
         adjoint_options = {key: v for key, v in (options or {}).items() if key != "norm"}
     adjoint_rtol = rtol if adjoint_rtol is None else adjoint_rtol
     adjoint_atol = atol if adjoint_atol is None else adjoint_atol
-    how = adjoint_method or method, adjoint_rtol, adjoint_atol, adjoint_options
-    backwards = settings(*how, prefix="adjoint_")
-    if not torch.is_grad_enabled():
-        return unpack(solve(problem, x0, list_times(t, problem)))
-    return unpack(Adjoint.apply(problem, backwards, t, x0, *params))
+    how = settings(adjoint_method, adjoint_rtol, adjoint_atol, adjoint_options, prefix="adjoint_")
+    return unpack(Adjoint.apply(problem, how, t, x0, *params))
 # fmt: on
 
 
@@ -466,46 +420,39 @@ class Checkpoint(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, problem, t, x0, *params):
-        grid, states = [], []
-
-        def visit(accepted):
-            grid.append(accepted[:4])  # t, t1, h, entries
-            states.append(accepted.x)
-
-        xs = solve(problem, x0, list_times(t, problem), visit)
-        ctx.problem, ctx.grid, ctx.count = problem, grid, len(params)
-        ctx.save_for_backward(t, *params, *states)
+        kept = []  # t, t1, h, entries and x of every step, without its k
+        xs = solve(problem, x0, list_times(t, problem), lambda step: kept.append(step[:5]))
+        ctx.problem, ctx.grid, ctx.count = problem, [place for *place, _ in kept], len(params)
+        ctx.save_for_backward(t, *params, *(x for *_, x in kept))
         return xs
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g):  # g is (len(t), *x.shape)
-        problem = replace(ctx.problem, stats=Stats())
+        problem = replace(ctx.problem, stats=Stats(), steps=0)
         t, *saved = ctx.saved_tensors
         params, states = saved[: ctx.count], saved[ctx.count :]
-        sources = [t.detach().requires_grad_(ctx.needs_input_grad[1]), *params]
+        time = t.detach().requires_grad_(ctx.needs_input_grad[1])
+        sources = [*params, time] if time.requires_grad else params
         gx, totals = torch.zeros_like(g[0]), [torch.zeros_like(source) for source in sources]
         with torch.enable_grad():
-            ts = list_times(sources[0], problem, sources[0].requires_grad)
-            grid = grid_of_times(problem, ctx.grid, ts)
+            ts = list_times(time, problem)
+            if problem.adaptive:
+                shift = ts[0] - floats(ts)[0]
+                grid = [(t + shift, t1 + shift, *rest) for t, t1, *rest in ctx.grid]
+            else:
+                grid = list(fixed_grid(problem, ts))
         for (t, t1, h, entries), x in zip(reversed(grid), reversed(states)):
             with torch.enable_grad():
                 x = x.detach().requires_grad_()
                 x1, k = step(problem, problem.tableau, t, t1, h, x, [problem(t, x)])
-                replayed = Step(t, t1, h, entries, x, x1, k)
-                ys = [x1, *outputs(problem, replayed, ts)]
-            gx, *grads = gradients(ys, [x, *sources], [gx, *g[entries]], retain_graph=True)
+                ys = [x1, *outputs(problem, Step(t, t1, h, entries, x, x1, k), ts)]
+            how = {"retain_graph": True, "materialize_grads": True}  # 0 for what is not used
+            gx, *grads = torch.autograd.grad(ys, [x, *sources], [gx, *g[entries]], **how)
             totals = [a + b for a, b in zip(totals, grads)]
         ctx.problem.stats.backward_nfe += problem.stats.nfe
-        return None, totals[0], gx + g[0], *totals[1:]
-
-
-def grid_of_times(problem, grid, ts):
-    """The steps as functions of ts: fixed ones divide intervals, adaptive ones move with ts[0]."""
-    if not problem.adaptive:
-        return list(fixed_grid(ts, count_fixed(ts, problem.step_size)))
-    shift = zero_with_gradient(ts[0])
-    return [(t + shift, t1 + shift, h, entries) for t, t1, h, entries in grid]
+        gt = totals.pop() if time.requires_grad else None
+        return None, gt, gx + g[0], *totals
 
 
 class Adjoint(torch.autograd.Function):
@@ -544,68 +491,60 @@ def adjoint_field(f, params):
     """(x, a, ∂L/∂θ)'."""
 
     def augmented(t, z):
-        x, a, _ = z
+        x, a, gparams = z
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             dx = f(t, x)
-        da, *dparams = gradients([dx], [x, *params], [-a])
+        if not dx.requires_grad:  # f is constant
+            return dx, torch.zeros_like(a), torch.zeros_like(gparams)
+        da, *dparams = torch.autograd.grad(dx, [x, *params], -a, materialize_grads=True)
         dparams = [part.reshape(-1).to(x.dtype) for part in dparams]
-        return dx.detach(), da, torch.cat([z[2][:0], *dparams])
+        return dx.detach(), da, torch.cat([gparams[:0], *dparams])
 
     return augmented
 
 
 def adjoint_norm(norm, unpack, seminorm):
-    """The largest norm among the parts of (x, a, ∂L/∂θ), so that many do not hide few.
-
-    x and a have the norm of the solve forwards; ∂L/∂θ, its root mean square, or no part in it.
-    """
+    """The largest norm of x, a and, unless it is a seminorm, ∂L/∂θ: many do not hide few."""
 
     def largest(z):
         x, a, gparams = unpack(z)
-        norms = [norm(x), norm(a), *([] if seminorm else [rms(gparams)])]
+        norms = [norm(x), norm(a)] if seminorm else [norm(x), norm(a), rms(gparams)]
         return torch.stack([torch.as_tensor(value, device=z.device) for value in norms]).max()
 
     return largest
 
 
-def gradients(ys, xs, gs, **how):
-    """(∂ys/∂x)ᵀ gs for every x; 0 where x requires no gradient or ys do not depend on it."""
-    pairs = [(y, g) for y, g in zip(ys, gs) if y.requires_grad]
-    if not pairs:
-        return [torch.zeros_like(x) for x in xs]
-    (ys, gs), wanted = zip(*pairs), [x for x in xs if x.requires_grad]
-    found = iter(torch.autograd.grad(ys, wanted, gs, materialize_grads=True, **how))
-    return [next(found) if x.requires_grad else torch.zeros_like(x) for x in xs]
-
-
 # --------------------------------------------------------------------- arguments and their checks
+
+
+def check(fits, rule, *values):
+    """Refuse an argument that does not fit, with what it must be and what it is."""
+    if not fits:
+        raise ValueError(f"{rule}, not {' and '.join(map(show, values))}" if values else rule)
+
+
+def show(x):
+    if isinstance(x, Tensor):
+        return f"a tensor of shape {tuple(x.shape)}, {x.dtype}, {x.device}"
+    return f"{x!r:.200}"
 
 
 def describe(x):
     return (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else type(x)
 
 
-def show(*xs):
-    return " and ".join(
-        f"a tensor of shape {tuple(x.shape)}, {str(x.dtype).removeprefix('torch.')}, {x.device}"
-        if isinstance(x, Tensor)
-        else f"a {type(x).__name__}"
-        for x in xs
-    )
-
-
 def pack(f, y0):
-    """f and y0 on one tensor, and the way back. A tuple is flattened; a tensor stays as it is.
+    """f and y0 on one tensor, and the way back: a tuple is flattened, a tensor stays as it is.
 
     f runs under the autocast of this call, also in a backward pass, and returns y0's dtype.
     """
     single, parts = isinstance(y0, Tensor), y0 if isinstance(y0, tuple) and y0 else (y0,)
     for part in parts:
-        if not isinstance(part, Tensor) or not part.is_floating_point():
-            raise ValueError(f"y0 must be floating point tensors, not {show(part)}")
-        if describe(part)[1:] != describe(parts[0])[1:]:
-            raise ValueError(f"y0 must have one dtype and one device, not {show(parts[0], part)}")
+        real = isinstance(part, Tensor) and part.is_floating_point()
+        check(real, "y0 must be a floating point tensor or a tuple of them", part)
+        alike = describe(part)[1:] == describe(parts[0])[1:]
+        check(alike, "y0 must have one dtype and one device", parts[0], part)
     sizes, like = [part.numel() for part in parts], [describe(part) for part in parts]
     device, dtype = parts[0].device.type, parts[0].dtype
     mixed = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
@@ -623,7 +562,7 @@ def pack(f, y0):
         dy = dy if isinstance(dy, tuple | list) and not single else (dy,)
         dy = [d.to(dtype) if mixed and isinstance(d, Tensor) else d for d in dy]
         if [describe(d) for d in dy] != like:
-            raise ValueError(f"f must return {show(*parts)} like y0, but returned {show(*dy)}")
+            check(False, f"f must return {' and '.join(map(show, parts))} like y0", *dy)
         return dy[0] if single else torch.cat([d.reshape(-1) for d in dy])
 
     return packed, y0 if single else torch.cat([part.reshape(-1) for part in parts]), unpack
@@ -648,16 +587,13 @@ def number(value):
 
 def settings(method, rtol, atol, options, prefix=""):
     """Check how to solve; returns it as fields of a Problem."""
-    if method not in list(METHODS):
-        raise ValueError(f"{prefix}method must be one of {', '.join(METHODS)}, not {method!r}")
+    check(method in list(METHODS), f"{prefix}method must be one of {', '.join(METHODS)}", method)
     for what, value in (("rtol", rtol), ("atol", atol)):
-        if not 0 <= number(value) < math.inf:
-            raise ValueError(f"{prefix}{what} must be a finite number of at least 0, not {value!r}")
+        check(0 <= number(value) < math.inf, f"{prefix}{what} must be finite and at least 0", value)
     tableau, rtol, atol = METHODS[method], number(rtol), number(atol)
-    if tableau.b_err and rtol == atol == 0:
-        raise ValueError(f"{prefix}rtol and {prefix}atol must not both be 0: no step would do")
-    if not isinstance(options, dict):
-        raise ValueError(f"{prefix}options must be a dict or None, not {options!r}")
+    possible = not tableau.b_err or rtol > 0 or atol > 0
+    check(possible, f"{prefix}rtol and {prefix}atol must not both be 0: no step would do")
+    check(isinstance(options, dict), f"{prefix}options must be a dict or None", options)
     size = "first_step" if tableau.b_err else "step_size"
     known = {  # what a value must be, and whether it is
         "max_steps": ("a positive integer", lambda value: isinstance(value, int) and value > 0),
@@ -668,69 +604,63 @@ def settings(method, rtol, atol, options, prefix=""):
         known["norm"] = semi if prefix else ("a function of a state", callable)
     fields = {"tableau": tableau, "rtol": rtol, "atol": atol}
     for what, value in options.items():
-        name = f"{prefix}options[{what!r}]"
         if getattr(value, "ndim", 0) == 0 and value == DEFAULTS.get(what, math.nan):
             continue
-        if what not in known:
-            raise ValueError(f"{name} is none of {method}'s: {', '.join(known)}; else {INSTEAD}")
+        name = f"{prefix}options[{what!r}]"
+        check(what in known, f"{name} is none of {method}'s: {', '.join(known)}; else {INSTEAD}")
         must, fits = known[what]
-        if not fits(value):
-            raise ValueError(f"{name} must be {must}, not {value!r}")
+        check(fits(value), f"{name} must be {must}", value)
         fields[what] = number(value) if what == size else value
     return fields
 
 
 def set_up(f, y0, t, rtol, atol, method, options, stats, event_fn=None):
     """Check every argument; returns the Problem, y0 as one tensor and the way back."""
-    if event_fn is not None:
-        raise ValueError("event_fn is not supported: look for the event in the states at many t")
+    check(event_fn is None, "event_fn is not supported: look for the event in the states at many t")
     for name in CALLBACKS:
-        if hasattr(f, name):
-            raise ValueError(f"f.{name} would never be called: use stats=Stats() to count steps")
-    fields = settings(method, rtol, atol, {} if options is None else options)
+        check(not hasattr(f, name), f"f.{name} would never be called: use stats to count steps")
+    fields = settings(method or "dopri5", rtol, atol, {} if options is None else options)
     f, x0, unpack = pack(f, y0)
     if "norm" in fields:
         norm = fields["norm"]
         fields["norm"] = lambda x: norm(unpack(x))
-    problem = Problem(f, Stats() if stats is None else stats, **fields)
+    problem = Problem(f, stats or Stats(), **fields)
     check_times(t, x0, problem)
     return problem, x0, unpack
 
 
+@torch.no_grad()
 def check_times(t, x, problem):
-    if not isinstance(t, Tensor) or t.dim() != 1 or not t.is_floating_point() or len(t) == 0:
-        raise ValueError(f"t must be a 1-D floating point tensor, and not empty, not {show(t)}")
-    if t.device.type != "cpu" and t.device != x.device:
-        raise ValueError(f"t must be on the cpu or on y0's device {x.device}, not on {t.device}")
-    ts = list_times(t, problem)
+    flat = isinstance(t, Tensor) and t.dim() == 1 and t.is_floating_point() and len(t) > 0
+    check(flat, "t must be a 1-D floating point tensor, and not empty", t)
+    near = t.device.type == "cpu" or t.device == x.device
+    check(near, f"t must be on the cpu or on y0's device {x.device}", t)
+    ts, largest = list_times(t, problem), torch.finfo(x.dtype).max / 2
     if isinstance(ts[0], float):
-        gaps = [b - a for a, b in pairwise(ts)]
-        one_way = all(gap > 0 for gap in gaps) or all(gap < 0 for gap in gaps)
-        if not one_way or not all(map(math.isfinite, (*ts, ts[-1] - ts[0]))):
-            raise ValueError(f"t must be finite and strictly increasing or decreasing, not {ts}")
-        if max(map(abs, ts)) > torch.finfo(x.dtype).max:
-            raise ValueError(f"t must be finite also in y0's {x.dtype}, in which f sees it: {ts}")
+        finite = all(abs(time) <= largest for time in ts)  # then all differences are finite, too
+        ordered = sorted(set(ts)) in (ts, ts[::-1])
+        rule = f"t must be finite in y0's {x.dtype} and strictly increasing or decreasing"
+        check(finite and ordered, rule, ts)
 
 
-def list_times(t, problem, differentiable=False):
-    """t as a list of floats, or of 0-dim float64 tensors where gradients or a GPU need that.
-
-    Fixed steps can work with times that the host has not read, so on a GPU they never wait for it.
-    """
+def list_times(t, problem):
+    """t as a list of floats, or of 0-dim float64 tensors where gradients or a GPU need that."""
+    differentiable = t.requires_grad and torch.is_grad_enabled()
+    # Fixed steps need no value of t, so on a GPU they do not wait for it.
     unread = t.device.type != "cpu" and not problem.adaptive and not problem.step_size
     return list(t.double().unbind()) if differentiable or unread else t.tolist()
 
 
 def trainable(f, params, argument):
     """The parameters that require a gradient: those of a module, or the tensors that were named."""
-    if params is None and not isinstance(f, nn.Module):
+    if params is None:
         hint = "name the tensors that f uses and that require a gradient, or () if there are none"
-        raise ValueError(f"{argument} is missing, and f is not an nn.Module: {hint}")
-    params = f.parameters() if params is None else params
-    params = params if isinstance(params, Tensor) else list(params)
-    if isinstance(params, Tensor) or not all(isinstance(p, Tensor) for p in params):
-        got = show(params) if isinstance(params, Tensor) else show(*params)
-        raise ValueError(f"{argument} must be a list or tuple of tensors, not {got}")
+        check(isinstance(f, nn.Module), f"{argument} is missing, and f is not an nn.Module: {hint}")
+        params = f.parameters()
+    rule = f"{argument} must be a list or tuple of tensors"
+    check(not isinstance(params, Tensor), rule, params)
+    params = list(params)
+    check(all(isinstance(p, Tensor) for p in params), rule, *params)
     params = [p for p in params if p.requires_grad]
     if torch.is_grad_enabled() and not all(p.is_leaf for p in params):
         check_independent(params, argument)
@@ -742,9 +672,7 @@ def check_independent(params, argument):
     nodes = {torch.autograd.graph.get_gradient_edge(p).node for p in params}
     seen, todo = set(), [p.grad_fn for p in params if p.grad_fn is not None]
     while todo:
-        for node, _ in todo.pop().next_functions:
-            if node in nodes:
-                raise ValueError(f"{argument} must not be computed from one another: drop one")
-            if node is not None and node not in seen:
-                seen.add(node)
-                todo.append(node)
+        found = {node for node, _ in todo.pop().next_functions if node is not None} - seen
+        check(not found & nodes, f"{argument} must not be computed from one another: drop one")
+        seen |= found
+        todo += found

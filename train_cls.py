@@ -16,8 +16,9 @@
     App. C.1, augmentation                 data.augment: with 1000 points or more, or --augment
 
 Departures from the paper
-- Weights are selected on held-out training sets. The test sets are read once, at the end, with one
-  fixed draw of points per shape; accuracy is over all shapes, not a mean of batch means.
+- Weights are selected on held-out training sets, or with `--keep last` not at all. The test sets
+  are read once, at the end, with one fixed draw of points per shape; accuracy is over all shapes,
+  not a mean of batch means.
 - Muon, one cycle of the learning rate, averaged weights and smoothed labels are options for when
   120 epochs are too long; what they reach is in the README. The defaults are the paper's recipe.
 - `--amp` computes matrix products in bfloat16, in training and in evaluations; weights, statistics,
@@ -50,7 +51,7 @@ from support import models, options, pages, pictures, training
 from support.splits import UNLABELLED
 
 MODEL_OPTIONS = (*options.DATA, "category", "points", "model", "valid", "seed")
-TRAINING = ("augment", "valid", "smoothing", "stages", "finetune")  # mean nothing to --evaluate
+TRAINING = ("augment", "valid", "smoothing", "stages", "finetune", "keep")  # not for --load
 INTERVALS = 6  # of the run, each with half the learning rate of the one before
 UNIT_SETS = 2000  # training sets that give the first layers their units
 PAGE_SETS = 32  # of a run's page
@@ -80,6 +81,9 @@ def parse(argv=None):
     add = parser.group("ours")
     help = "Share of each label that is spread over all classes."
     add("--smoothing", type=number(float, 0, below=1), default=0.0, help=help)
+    help = "Weights that are kept and tested: the best on held-out sets, or the last, which after"
+    help += " one cycle of the learning rate are better than what a few hundred sets select."
+    add("--keep", choices=("best", "last"), default="best", help=help)
     help = "Products in bfloat16, where the device has it; elsewhere all is in float32."
     add("--amp", action=argparse.BooleanOptionalAction, default=False, help=help)
     help = "Train in stages, each from the best weights of the one before: points:epochs or"
@@ -167,7 +171,7 @@ def points(args):
 
 def load_checked(args, world):
     """The splits, if a batch of their sets fits in memory."""
-    if args.points:  # before so many are drawn
+    if args.points:  # before they are drawn
         check_memory(args, world, args.points)
     splits = load_sets(args)
     check_memory(args, world, data.span(splits.train.points)[1])
@@ -273,7 +277,7 @@ def train_stage(args, world):
 
     make, steps = partial(make_model, args, splits.train), data.steps(splits.train, args.batch_size)
     run = training.begin(args, world, make, start, steps, INTERVALS)
-    run.fit(loss, batches, evaluate, best="valid_accuracy")
+    run.fit(loss, batches, evaluate, best="valid_accuracy", keep=args.keep)
     if world.rank == 0:
         draw_curves(Path(args.out), args.model)
     return run, splits.test

@@ -84,7 +84,7 @@ ONLY_WITH = {  # options that would otherwise do nothing
     "time": ("field", "attention", "deepsets"),
     "fine": ("field", "transformer"),
     "cells": ("field", "transformer"),
-    "probes": ("trace", None, "hutchinson", "sampled"),
+    "probes": ("trace", None, "hutchinson"),
     "amp": ("trace", "sampled"),
 }
 TRAINING = (
@@ -196,6 +196,8 @@ def check(parser, args, argv):
         fixed = ("heads", "cells") if parser.get_default("cells") else ("heads",)
         options.refuse(parser, args, fixed, "is not that of the model in --finetune RUN")
     for name, (other, *values) in ONLY_WITH.items():
+        if args.load and name in TRAINING:  # of the run, whose training is over
+            continue
         if getattr(args, name) != usual[name] and getattr(args, other) not in values:
             values = " or ".join(value for value in values if value)
             parser.error(f"argument --{name}: only with --{other} {values}")
@@ -218,9 +220,11 @@ def check(parser, args, argv):
         parser.error(f"argument --heads: {args.heads} does not divide {args.hidden[-1]}")
     for name in ("fine", "cells"):
         if getattr(args, name) and args.blocks > 1:
-            parser.error(f"argument --{name}: only with --blocks 1, where t tells the noise")
+            parser.error(f"argument --{name}: only with --blocks 1, where t is the noise level")
+    if args.field == "transformer" and args.trace == "sampled":
+        parser.error("argument --trace: sampled requires a cheap exact trace, of another --field")
     if args.field == "transformer" and len(set(args.hidden)) > 1:
-        parser.error("argument --hidden: a transformer wants one width, once for every layer")
+        parser.error("argument --hidden: a transformer requires one width, once for every layer")
     return args
 
 

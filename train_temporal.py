@@ -328,7 +328,7 @@ def test_metrics(model, split, args, world):
 
 # --------------------------------------------------------------------------------------- training
 def make_loss(args, split):
-    """The objective: −ELBO as in UNITS, or the matching error, what z tells, and the KL."""
+    """The objective: −ELBO as in UNITS, or the matching error, that of the moments, and the KL."""
 
     def elbo(model, batch):
         found = model.elbo(batch.x, batch.t, batch.mask) / count_points(batch)

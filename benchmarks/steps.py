@@ -246,7 +246,7 @@ class Contender(NamedTuple):
     def log_prob(self, x, noise, stats=None):
         stats = stats or Stats()
         if self.trace == "sampled":
-            return counted_sample(self.model, x, noise, stats)
+            return counted_sample(self.model, x, stats)
         noise = None if self.trace == "exact" else noise
         return self.model.log_prob(x, noise=noise, stats=stats)
 
@@ -255,14 +255,14 @@ class Contender(NamedTuple):
         return exact and self.far <= max(other.far, ROUNDING) and self.error <= other.error
 
 
-def counted_sample(flow, x, noise, stats):
+def counted_sample(flow, x, stats):
     """sampled_log_prob; an evaluation is a field's value, or the one trace of each block."""
 
     def count(*_):
         stats.nfe += 1
 
     hooks = [block.field.register_forward_hook(count) for block in flow.blocks]
-    log_p = sampled_log_prob(flow, x, noise=noise)
+    log_p = sampled_log_prob(flow, x)
     for hook in hooks:
         hook.remove()
     stats.nfe += len(flow.blocks)
@@ -312,7 +312,7 @@ class Setting(NamedTuple):
     def judged(self, contender, draws=1):
         """The contender with its errors; those of an estimator are of the mean of its draws."""
         log_prob, grad, kept = zip(*(self.evaluate(contender) for _ in range(draws)))
-        exact, exact_grad, _ = self.references[contender.trace.replace("sampled", "hutchinson")]
+        exact, exact_grad, _ = self.references[contender.trace.replace("sampled", "exact")]
         far = (sum(log_prob) / draws - exact).square().mean().sqrt().item() / self.x.shape[-2]
         scale, error = len(self.x) / min(self.args.check, len(self.x)), sum(grad) / draws
         contender = contender._replace(
@@ -468,11 +468,10 @@ def likelihood(args):
         " float64 with dopri5 at 1e-9: `log p` in nats per point, root mean square over the sets;"
         " the gradient's relative, in norm. `kept` is what autograd holds between forward and"
         f" backward, scaled to {batch} sets; above {args.memory:g} GB a contender is not run.",
-        "\n`sampled` (`--trace sampled`) is an estimator: it solves for z alone and takes the trace"
-        " once per block and set, at a random time. Its errors, against the objective with the same"
-        f" probe, are its spread on {check} sets, not a bias: they fall with the root of the number"
-        " of sets and draws, as those of the mini-batch do, down to the error of its path, which"
-        " is one step of rk4 per block. It does not count for the target.",
+        "\n`sampled` (`--trace sampled`) is an estimator: it solves for z alone and takes the exact"
+        f" trace once per block and set, at a random time. Its errors are its spread on {check}"
+        " sets, not a bias: they fall with the root of the number of sets and draws, as those of"
+        " the mini-batch do, down to the error of its path. It does not count for the target.",
         "\nTarget: the best of ours takes at most 0.25 of the rival's time, with a gradient at"
         " least as close to its float64 one, and a log-likelihood at least as close (or within"
         f" {ROUNDING:g} nats per point).",

@@ -62,9 +62,10 @@ def fast_attend_with_tangents(q, k, v, dq, dk, dv, mask=None, own=False):
     sets, root = math.prod(q.shape[:-3]), math.sqrt(q.shape[-1])
     mask = None if mask is None else mask.reshape(sets, -1)
     values = [x.reshape(sets, *x.shape[-3:]) for x in (q / root, k, v)]
-    tangents = [x.reshape(len(x), sets, *x.shape[-3:]) for x in (dq / root, dk, dv)]
+    shape = len(dq), *q.shape  # tangents that all points share are of length 1 along their axes
+    tangents = [x.expand(shape).reshape(len(x), *values[0].shape) for x in (dq / root, dk, dv)]
     r, dr = AttentionTangents.apply(OwnPairs if own else AllPairs, mask, *values, *tangents)
-    return r.view(q.shape), dr.view(dq.shape)
+    return r.view(q.shape), dr.view(shape)
 
 
 class FastAttentionField(AttentionField):

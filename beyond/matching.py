@@ -100,7 +100,7 @@ def exchange(x, spare, x_s, s):
     """(E[x′ᵢ] − xᵢ)/s, x′ᵢ being xᵢ or one of spare with weights exp(−|x_s − (1 − s) x′|² / 2s²).
 
     The target z − x is (x_s − x)/s; minus this, it has E[x′] in place of x. Each of spare was as
-    likely to be drawn for point i, and only x_s tells which one was. So the mean of the target
+    likely to be drawn for point i, and only x_s depends on which one was. So the mean of the target
     given x_s stays, and its variance falls (Rao and Blackwell). One thing is lost where sets are
     centred by their own points: their mean would tell the mean of the noise.
     """
@@ -155,9 +155,9 @@ def temporal_matching_loss(
 ) -> tuple[Tensor, Tensor]:
     """The matching loss of a TemporalSetVAE's decoder given z_t, and the KL per series.
 
-    With `times`, the decoder's loss is that at so many of t, chosen at random; the encoder sees
-    all. With `pieces`, half of the loss is that of pieces of so many points: a piece does not see
-    the rest of its set, so it must use z_t, which attention over whole sets can do without.
+    With `times`, the decoder is trained at that number of random times of each series; the encoder
+    sees all. With `pieces`, half of the loss is over pieces of that number of points: a piece does
+    not see the rest of its set, so it depends on z_t, which attention over whole sets can ignore.
     `moments` is the weight of the error of `vae.moments`, at all of t.
     """
     if moments and not hasattr(vae, "moments"):

@@ -4,15 +4,15 @@
     Eq. 12, z₀ ~ p(z₀)                exnode.TemporalSetVAE.sample, likewise
     p(z₀)                             fit: a SetFlow of z₀ as a set of one point
 
-The paper's p(z₀) is N(0, I). An encoder that tells much of its series puts z₀ where N(0, I) has no
+The paper's p(z₀) is N(0, I). An informative encoder puts z₀ where N(0, I) has no
 mass, and what is decoded from N(0, I) is then unlike the data. Among all p, the mean over series of
 KL(p̂(z₀ | X) ‖ p) is least for the mean of their posteriors (Tomczak and Welling, 2018). A flow is
 fitted to draws from that mean, by matching, after the VAE is trained; encoder and decoder stay as
 they are. Its density is exact, so the ELBO remains a lower bound. It starts as the Gaussian with
 the mean and covariance of those draws, so that a network learns only what is not Gaussian.
 
-Matching with a small weight of the KL leaves posteriors narrower than the ELBO wants: `width`, one
-factor of all their deviations, mends that, and leaves their means, so reconstructions, as they are.
+Matching with a small weight of the KL leaves posteriors narrower than those that maximise the
+ELBO. `width` multiplies all their deviations; their means, so reconstructions, stay as they are.
 
 A prior belongs to the encoder that it was fitted to: prior.pt holds a fingerprint of its weights.
 """

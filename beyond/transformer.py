@@ -163,7 +163,7 @@ class FineView(nn.Module):
 
 
 class CellView(nn.Module):
-    """What a grid tells of the noise if no two points share a cell, as with pixels.
+    """An estimate of the noise, given that no two points share a cell of a grid, as with pixels.
 
     A point x of the data has moved to x_s = (1 − s) x + s z, so y = x_s / (1 − s) is x + σ z with
     σ = s / (1 − s). If r_c is the probability of cell c given y, that given all is
@@ -191,7 +191,7 @@ class CellView(nn.Module):
         low = y.detach().floor()[..., None, :] + self.around.to(x.dtype)  # (..., n, 3^d, d)
         a, b = ((low + k - y[..., None, :]) / sigma[..., None, :] for k in (0, 1))
         inside = (torch.special.ndtr(b) - torch.special.ndtr(a)).clamp(min=1e-12)
-        told = (density(b) - density(a)) / inside  # (y − E[x])/σ, given the cell
+        guess = (density(b) - density(a)) / inside  # (y − E[x])/σ, given the cell
         r = inside.prod(-1)
         r = r / r.sum(-1, keepdim=True)
         index = (low.long().remainder(self.side) * self.strides).sum(-1).flatten(-2)
@@ -199,8 +199,8 @@ class CellView(nn.Module):
         table = free.new_zeros(*index.shape[:-1], self.side ** x.shape[-1])
         table = table.scatter_add(-1, index, free.flatten(-2))
         q = torch.softmax(r.log() + table.gather(-1, index).view_as(r) - free, -1)
-        told = (torch.stack([r, q], -2) @ told) * torch.exp(-((4 * sigma) ** 4))[..., None, :]
-        return told.flatten(-2)
+        guess = (torch.stack([r, q], -2) @ guess) * torch.exp(-((4 * sigma) ** 4))[..., None, :]
+        return guess.flatten(-2)
 
     def forward(self, x, t, mask=None):
         return self.out(self.seen(x, t, mask))

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 FLOWS = {  # heading: run, sets, points, frames from noise to data
     "Chairs, from a flow on ModelNet40: sets of 1,024 points": ("chair", 6, 1024, 9),
     "Airplanes, from a flow on ModelNet40: sets of 1,024 points": ("airplane", 6, 1024, 9),
-    "Digits, from a flow on SpatialMNIST: sets of 50 points": ("mnist", 12, 50, 17),
+    "Digits, from the paper's chain of 12 blocks: sets of 50 points": ("mnist-paper", 12, 50, 17),
 }
 TURNING = "Turning digits, from a VAE with a learned prior, trained at t = 0, 0.25, …, 1"
 ABOUT = """Samples of the pretrained models of exnode, a reference implementation of Exchangeable

@@ -40,7 +40,7 @@ def mean(x, mask):
 
 @torch.no_grad()
 def chamfer_matrix(xs, ys, x_mask=None, y_mask=None, pairs=2**23, watch=iter):
-    """Chamfer distances `(A, B)` of A sets to B sets, in pieces of about so many point pairs."""
+    """Chamfer distances `(A, B)` of A sets to B sets, in pieces of about `pairs` point pairs."""
     some = max(1, pairs // (xs.shape[-2] * ys.shape[-2]))
     y_masks = [None] * -(-len(ys) // some) if y_mask is None else y_mask.split(some)
     rows = []

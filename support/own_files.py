@@ -68,7 +68,7 @@ class Bad:
         self.found.append(str(error).removesuffix(f"; {SKIP}"))
 
     def tell(self, total):
-        """Say what was left out of so many, and begin anew."""
+        """Say how many of `total` were left out, and begin anew."""
         found, self.found = self.found, []
         if len(found) == total:
             raise DataError(f"{self.path}: none of {total} sets can be used: {found[0]}")

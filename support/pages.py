@@ -97,7 +97,7 @@ def cls_page(
 
 
 def write(path, clouds, *, run, title, test=None, about=""):
-    """The page, with what the folder of a run tells of it; said on stderr."""
+    """The page, with what the folder of its run holds; its path goes to stderr."""
     run, results = Path(run), {}
     if test is not None:
         results = {"test": test}

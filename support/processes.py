@@ -31,7 +31,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def check_memory(need, world, what):
-    """An error, before the machine chokes, if so many bytes are more than it has."""
+    """An error, before memory is full, if `need` bytes are more than the machine has."""
     if world.device.type == "cuda":
         have = torch.cuda.mem_get_info(world.device)[1]
     elif hasattr(os, "sysconf"):

@@ -124,7 +124,7 @@ def bad_line(text, first=1, columns=None):
 
 # ------------------------------------------------------------------------------- arrays in files
 def check_room(size, name):
-    """An error, before the memory is full, if an array of so many bytes is more than it holds."""
+    """An error, before the memory is full, if an array of this size is more than it holds."""
     if hasattr(os, "sysconf"):  # not on Windows
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if 2 * size > have:

@@ -76,7 +76,7 @@ def kind_of(t, trained):
 
 
 def spread(count, most=11):
-    """At most so many of `count` positions, evenly spaced, the first and last among them."""
+    """At most `most` of `count` positions, evenly spaced, the first and last among them."""
     return np.linspace(0, count - 1, min(count, most)).round().astype(np.int64)
 
 

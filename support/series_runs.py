@@ -71,7 +71,7 @@ def check_memory(args, world, points, sets, each, whole=0):
 
 
 def check_output_memory(args, world, series, points, given=0):
-    """For `series` of output with so many points a set, while `given` points are encoded."""
+    """For `series` of output with `points` points per set, while `given` points are encoded."""
     whole = 6 * series * len(args.times) * points  # the output, while it is made
     check_memory(args, world, points, 1, 8 * max(args.hidden), whole + 2048 * given)
     training.make_folder(args.out)

@@ -1,6 +1,6 @@
 """Sets split for training, validation and test, drawn and put into batches.
 
-    App. C    batches of so many sets    Split, batches
+    App. C    batches of a given size    Split, batches
 
 Shapes: x is `(B, n, d)`, B sets of n points, float32 (`(B, T, n, d)` for series); mask is
 `(..., n)`, True where a point exists, or None when all do.
@@ -121,14 +121,14 @@ class Split:
         return self.source.noise(self.index, span(points or self.points)[1])
 
     def some(self, count=None):
-        """At most so many of its sets, chosen by a fixed permutation."""
+        """At most `count` of its sets, chosen by a fixed permutation."""
         if not count or count >= len(self):
             return self
         chosen = np.argsort(Random(self.index, SOME).key)[:count]
         return replace(self, index=self.index[np.sort(chosen)])
 
     def batch(self, count=None, device="cpu"):
-        """At most so many of its sets, chosen by a fixed permutation, as one Batch."""
+        """At most `count` of its sets, chosen by a fixed permutation, as one Batch."""
         few = self.some(count)
         return next(batches(few, len(few), training=False, device=device))
 

@@ -102,7 +102,7 @@ def schedule(name, intervals):
 
 
 def halve(intervals):
-    """Half as large in each of so many equal intervals as in the one before."""
+    """Half as large in each of `intervals` equal intervals as in the one before."""
     return lambda progress: 0.5 ** min(int(progress * intervals + 1e-9), intervals - 1)
 
 
@@ -254,13 +254,14 @@ class Run:
         """Steps from one evaluation to the next; ten in a run that is shorter than --every."""
         return self.every if self.every <= self.total else max(self.total // 10, 1)
 
-    def fit(self, loss, batches, evaluate, best, advice=""):
-        """Train for the planned steps, then load the weights of the best evaluation.
+    def fit(self, loss, batches, evaluate, best, keep="best", advice=""):
+        """Train for the planned steps, then load the weights of the best evaluation, or the last.
 
         loss(model, batch)     mean over the sets of a batch
         batches(epoch, start)  this process's share of an epoch's batches, from number `start` on
         evaluate(model)        {name: number} on held-out sets, equal in all processes; the run
-                               keeps the weights with the largest number called `best`
+                               keeps the weights with the largest number called `best`, or
+                               with keep="last" those that it evaluated last
         advice                 what to do if the run would take long
         """
         objective = partial(loss, self.model)
@@ -270,7 +271,7 @@ class Run:
         with self.signals():
             while self.step < self.total or self.evaluated < self.step:
                 if self.evaluated < self.step and self.due():
-                    self.evaluate(evaluate, best)
+                    self.evaluate(evaluate, best, keep)
                     continue
                 for batch in batches(*divmod(self.step, self.steps)):
                     self.advance(objective, batch, advice)
@@ -372,8 +373,8 @@ class Run:
         self.plan = (self.step, self.progress(), self.step + max(more, 0))
         self.probe = (self.step, trained)
 
-    def evaluate(self, evaluate, best):
-        """A line in metrics.jsonl, and best.pt if it is the best so far."""
+    def evaluate(self, evaluate, best, keep):
+        """A line in metrics.jsonl, and best.pt if it is the best so far, or the last is kept."""
         self.save()  # an evaluation may fail
         begun, where = time.monotonic(), f"evaluation after step {self.step}"
         self.part = "evaluation"
@@ -396,7 +397,7 @@ class Run:
         self.paused += self.evaluating
         self.log(metrics)
         self.evaluated, self.losses = self.step, (0.0, 0)
-        if metrics[best] > self.best:
+        if keep == "last" or metrics[best] > self.best:
             self.best = metrics[best]
             self.write_best(kept, metrics)
         self.save()

@@ -120,7 +120,7 @@ def _window(frames, ends):
 
 
 def _half_width(sets, centre):
-    """About a centre, as the window wants it."""
+    """Half the side of a window about `centre` that shows nearly all points of these sets."""
     radii = [functools.reduce(np.hypot, (p - centre).T, 0) for p in sets]
     with np.errstate(over="ignore"):
         pairs = [np.quantile(r, (0.5, 0.99)) for r in radii]

@@ -55,7 +55,7 @@ def lines(out):
 
 
 def check_help(module, capsys, count):
-    """--help has so many options in groups, each with a sentence that any terminal can print."""
+    """--help has `count` options in groups, each with a sentence that any terminal can print."""
     with pytest.raises(SystemExit) as e:
         module.parse(["--help"])
     assert e.value.code == 0

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from test_exnode import make_flow, seeded
 
-from beyond.likelihood import sampled_log_prob
+from beyond import likelihood
+from beyond.likelihood import even_draws, sampled_log_prob
 
 TIGHT = {"method": "dopri5", "rtol": 1e-6, "atol": 1e-6, "options": None}
 
@@ -65,8 +68,45 @@ def test_solving_takes_no_tangents(monkeypatch):
     flow, calls = make_flow(time=True, **TIGHT), []
     for block in flow.blocks:
         jvp = block.field.value_and_jvp
-        monkeypatch.setattr(
-            block.field, "value_and_jvp", lambda *args, jvp=jvp: calls.append(1) or jvp(*args)
-        )
+
+        def counted(*args, jvp=jvp, **how):
+            calls.append(how)
+            return jvp(*args, **how)
+
+        monkeypatch.setattr(block.field, "value_and_jvp", counted)
     sampled_log_prob(flow, drawn(False)[0])
-    assert len(calls) == len(flow.blocks)
+    assert calls == [{"own": True}] * len(flow.blocks)  # one exact trace each
+
+
+@given(st.lists(st.integers(1, 5), max_size=3), st.integers(0, 99))
+def test_times_of_sets_lie_one_in_every_part_of_a_block(shape, seed):
+    draws = even_draws(shape, seeded(seed))
+    assert draws.shape == torch.Size(shape)
+    parts = (draws.flatten() * draws.numel()).floor().long()
+    assert parts.sort().values.tolist() == list(range(draws.numel()))
+
+
+def test_every_time_of_a_block_is_as_likely():
+    draws = torch.stack([even_draws((3,), seeded(seed)) for seed in range(600)])
+    assert (draws.mean(0) - 0.5).abs().max() < 0.05
+    assert (draws.var(0) - 1 / 12).abs().max() < 0.01
+
+
+def test_the_trace_is_taken_where_a_solve_ends_and_never_at_an_interpolated_state(monkeypatch):
+    flow, solve, ends = make_flow(time=True, **TIGHT), likelihood.ode_solve, []
+
+    def watched(*args):
+        ends.append(solve(*args)[-1])
+        return ends[-1][None]
+
+    monkeypatch.setattr(likelihood, "ode_solve", watched)
+    for block in flow.blocks:
+        trace = block.field.value_and_trace
+
+        def checked(t, x, *rest, trace=trace):
+            assert any(torch.equal(x, end) for end in ends)
+            return trace(t, x, *rest)
+
+        monkeypatch.setattr(block.field, "value_and_trace", checked)
+    sampled_log_prob(flow, drawn(False)[0])
+    assert len(ends) == 2 * len(flow.blocks)

@@ -182,8 +182,8 @@ def test_steps_and_dense_output_converge_at_their_orders(method):
 
 @fixed_methods
 def test_step_size_takes_the_fewest_equal_steps_and_without_it_there_is_one(method):
-    t = times(0, 0.3, 0.1 * 3, 0.3 + 1e-10, 1)
-    for options, steps in (({}, 4), ({"step_size": 0.1}, 3 + 1 + 1 + 7)):
+    t = times(0, 0.3, 0.1 * 3, 0.3 + 1e-10, 0.8, 1.1)  # (1.1 − 0.8) / 0.1 is 3 + 4e-16
+    for options, steps in (({}, 5), ({"step_size": 0.1}, 3 + 1 + 1 + 5 + 3)):
         ys = odeint(decay, times(1), t, method=method, options=options, stats=(stats := Stats()))
         assert (len(ys), stats.accepted) == (len(t), steps)
 
@@ -340,6 +340,21 @@ def test_first_step_of_a_hard_interval_costs_at_most_one_more_evaluation(rate, k
     assert len(f) <= 2 + 6
 
 
+@pytest.mark.parametrize(("tol", "within"), [(1e-8, 2 * (0.0025 / 2e-8) ** -0.2), (0.1, 1.0)])
+def test_first_size_looked_at_is_that_of_exponential_growth(tol, within):
+    with contextlib.suppress(SolverError):
+        odeint(f := Calls(lambda t, y: 3 * y), times(1), times(0, 9), rtol=tol, atol=tol)
+    assert f[1] == pytest.approx(within / 3 / 5)
+
+
+def test_first_size_that_is_much_too_short_is_looked_at_once_more_and_then_taken():
+    f, how = Calls(lambda t, y: torch.cos(1 + t).expand(1)), {"rtol": 1e-6, "atol": 1e-6}
+    with pytest.raises(SolverError, match="max_steps"):
+        odeint(f, times(1e-3), times(0, 9), options={"max_steps": 1}, **how)
+    assert len(f) == 2 + 6  # k₁, the stage of the size not taken, and the others of one step
+    assert f[2] > 10 * f[1]
+
+
 def test_first_step_is_right_also_from_rest_and_from_zero():
     spring = lambda t, y: torch.stack([y[1], -y[0] + torch.sin(3 * t)])  # noqa: E731
     for f, y0 in ((spring, times(0, 0)), (lambda t, y: 1e3 * (1 - y), times(0))):
@@ -388,6 +403,15 @@ def test_controller_takes_the_next_size_from_the_error_within_limits():
     assert solvers.next_size(2.0, 0.0, 10) == 20
     assert solvers.next_size(2.0, math.inf, 10) == pytest.approx(0.4)
     assert solvers.next_size(2.0, 1e-3, 1) == 2
+
+
+def test_steps_grow_tenfold_at_most_and_not_after_one_that_was_rejected():
+    still = Calls(lambda t, y: torch.zeros_like(y))
+    odeint(still, times(1), times(0, 5), options={"first_step": 0.001})
+    assert still[6::6] == pytest.approx([0.001, 0.011, 0.111, 1.111, 5])
+    f = Calls(lambda t, y: torch.zeros_like(y), spoil=6, value=math.nan)
+    odeint(f, times(1), times(0, 5), options={"first_step": 0.1})
+    assert f[6::6] == pytest.approx([0.1, 0.02, 0.04, 0.24, 2.24, 5])
 
 
 def test_first_step_of_a_field_that_jumps_is_looked_for_twice_and_no_more():
@@ -614,6 +638,11 @@ def test_step_vanishes_in_proportion_to_the_times(start):
 def test_zero_state_without_an_absolute_tolerance_is_not_blamed_on_f():
     with pytest.raises(SolverError, match="With atol = 0"):
         odeint(lambda t, y: torch.ones_like(y), times(0, 0), times(0, 1), atol=0)
+
+
+@pytest.mark.parametrize("how", [{"rtol": 0, "atol": 1e-8}, {"rtol": 1e-8, "atol": 0}])
+def test_one_of_the_two_tolerances_is_enough(how):
+    close(odeint(decay, times(1), times(0, 1), **how)[-1], times(math.exp(-1)), 1e-7)
 
 
 @all_methods
@@ -894,26 +923,26 @@ BAD = [  # the argument, its value, what the message says about it, and other ar
     ("t", times(0, 1)[None], r"1-D .*\(1, 2\)", {}),
     ("t", times(0)[0], "1-D", {}),
     ("t", torch.tensor([0, 1]), "floating point .*int64", {}),
-    ("t", [0.0, 1.0], "tensor.* not a list", {}),
+    ("t", [0.0, 1.0], r"tensor.*not \[0.0, 1.0\]", {}),
     ("t", times(0, math.nan), "finite .*nan", {}),
     ("t", times(math.nan), "finite .*nan", {}),
     ("t", times(0, math.inf), "finite .*inf", {}),
     ("y0", torch.tensor([1, 2]), "floating point .*int64", {}),
-    ("y0", [1.0, 2.0], "list", {}),
-    ("y0", (1.0, 2.0), "float", {}),
-    ("y0", (), "tuple", {}),
+    ("y0", [1.0, 2.0], r"not \[1.0, 2.0\]", {}),
+    ("y0", (1.0, 2.0), "not 1.0", {}),
+    ("y0", (), r"not \(\)", {}),
     ("y0", (Y, Y.float()), "one dtype .*float64.*float32", {}),
     ("y0", (Y, Y.to("meta")), "one device, .*cpu.*meta", {}),
     ("f", lambda t, y: y[:1], r"shape \(2,\).*shape \(1,\)", {}),
     ("f", lambda t, y: y.float(), "float64.*float32", {}),
     ("f", lambda t, y: y.to("meta"), "cpu.*meta", {}),
-    ("f", lambda t, y: 1.0, "float", {}),
-    ("f", lambda t, y: (y,), "tuple", {}),
+    ("f", lambda t, y: 1.0, "like y0, not 1.0", {}),
+    ("f", lambda t, y: (y,), r"like y0, not \(tensor", {}),
     ("f", lambda t, y: y[0], "tensor", {"y0": PAIR}),
     ("f", lambda t, y: y[:1], "tensor", {"y0": PAIR}),
     ("f", lambda t, y: y[::-1], "tensor", {"y0": PAIR}),
-    ("f", lambda t, y: (y[0], 1), "int", {"y0": PAIR}),
-    ("f", lambda t, y: (y[0], y[1].numpy()), "ndarray", {"y0": PAIR}),
+    ("f", lambda t, y: (y[0], 1), "cpu and 1$", {"y0": PAIR}),
+    ("f", lambda t, y: (y[0], y[1].numpy()), "cpu and array", {"y0": PAIR}),
     ("f", lambda t, y: (y[0], y[1].float()), "float32", {"y0": PAIR}),
     ("method", "rk9", "dopri5, rk5, not 'rk9'", {}),
     ("t", times(-1.7e308, 1.7e308), "finite", {}),
@@ -950,7 +979,7 @@ BAD_ADJOINT = [
     ("adjoint_method", "rk9", "'rk9'", {}),
     ("adjoint_params", None, "missing", {}),
     ("adjoint_params", Y, "tensor", {}),
-    ("adjoint_params", [1.0], "float", {}),
+    ("adjoint_params", [1.0], "tensors, not 1.0", {}),
 ]
 BAD_PARAMS = [("params", wrong, text, {}) for _, wrong, text, _ in BAD_ADJOINT[4:]]
 

@@ -163,6 +163,17 @@ def test_the_last_weights_of_a_run_can_be_evaluated_too(tmp_path):
     assert train_cls.main(options)["test"] == best
 
 
+def test_the_last_weights_are_kept_if_asked(tmp_path, monkeypatch):
+    hits = iter(range(99, 0, -1))  # fewer in every evaluation
+    worse = lambda *_: (torch.diag(torch.tensor([next(hits), 1])), 1.0)  # noqa: E731
+    monkeypatch.setattr(train_cls, "confusion_matrix", worse)
+    how = [*SMALL, "--category", "chair,vase", "--every", "1"]
+    best = train_cls.main([*how, "--out", str(tmp_path / "best")])
+    last = train_cls.main([*how, "--keep", "last", "--out", str(tmp_path / "last")])
+    assert best["best_step"] == 0
+    assert last["best_step"] == last["steps"] > 0
+
+
 def test_finetuning_starts_from_a_run_with_its_data_and_model(whole, tmp_path, capsys):
     out, results = whole
     options = ["--finetune", str(out), "--out", str(tmp_path / "fine"), "--epochs", "1"]
@@ -499,4 +510,4 @@ def test_what_is_wrong_with_own_sets_is_one_line(own, tmp_path, capsys):
 
 
 def test_help_says_in_sentences_what_every_option_does(capsys):
-    check_help(train_cls, capsys, 32)
+    check_help(train_cls, capsys, 33)

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -366,6 +367,8 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
         ("--field", "transformer", "--time"): "only with --field attention or deepsets",
         ("--field", "deepsets", "--heads", "2"): "only with --field attention or transformer",
         ("--trace", "exact", "--probes", "2"): "only with --trace hutchinson",
+        ("--trace", "sampled", "--probes", "2"): "only with --trace hutchinson",
+        ("--trace", "sampled", "--field", "transformer"): "exact trace",
         ("--gradient", "backprop", "--points", "5000", "--out", tmp_path / "u"): "GiB",
         ("--ema", "1"): "--ema",
         ("--data", "modelnet", "--root", tmp_path, "--out", tmp_path / "y"): "modelnet",
@@ -582,6 +585,13 @@ def test_what_is_wrong_with_own_sets_is_one_line(labelled, contextual, tmp_path,
         code, err = run_here(capsys, *options)
         assert (code, err.count("\n")) == (2, 1), (options, err)
         assert words in err, (options, err)
+
+
+def test_a_run_trained_in_bfloat16_can_be_tested_with_any_trace():
+    run = str(Path(train_flow.__file__).parent / "pretrained" / "mnist-paper")
+    for trace in ("exact", "hutchinson"):
+        words = ["--load", run, "--evaluate", "--trace", trace]
+        assert train_flow.parse(words).trace == trace
 
 
 def test_help_says_in_sentences_what_every_option_does(capsys):
