@@ -50,7 +50,7 @@ import torch
 import data
 import exnode
 from beyond.likelihood import sampled_log_prob
-from beyond.matching import COUPLINGS, matching_loss
+from beyond.matching import COUPLINGS, in_proportion, matching_loss, start_at_scale
 from sets import count
 from solvers import SolverError, Stats
 from support import metrics, models, options, training
@@ -85,7 +85,6 @@ ONLY_WITH = {  # options that would otherwise do nothing
     "fine": ("field", "transformer"),
     "cells": ("field", "transformer"),
     "probes": ("trace", None, "hutchinson"),
-    "amp": ("trace", "sampled"),
 }
 TRAINING = (
     "objective", "finetune", "gradient", "method", "steps", "coupling", "finest", "spare", "clip",
@@ -130,7 +129,8 @@ def parse(argv=None):
     help = "Number of steps of rk4 or rk5 in each block."
     add("--steps", type=number(int, 1, below=10**6), default=1, help=help)
     add = parser.group("training")
-    help = "Matrix products of training in bfloat16, where the device has it: with --trace sampled."
+    help = "Matrix products of training in bfloat16, where the device has it: with --trace sampled"
+    help += " or --objective matching."
     add("--amp", action=argparse.BooleanOptionalAction, default=False, help=help)
     add("--clip", type=number(float, 1e-9), help="Largest norm of a gradient; if not given, any.")
     add = parser.group("ours")
@@ -221,6 +221,8 @@ def check(parser, args, argv):
     for name in ("fine", "cells"):
         if getattr(args, name) and args.blocks > 1:
             parser.error(f"argument --{name}: only with --blocks 1, where t is the noise level")
+    if args.amp and not args.load and args.objective != "matching" and args.trace != "sampled":
+        parser.error("argument --amp: only with --trace sampled or --objective matching")
     if args.field == "transformer" and args.trace == "sampled":
         parser.error("argument --trace: sampled requires a cheap exact trace, of another --field")
     if args.field == "transformer" and len(set(args.hidden)) > 1:
@@ -349,8 +351,9 @@ def train(args, world):
             return -(log_p / count(x, mask)).mean()
         how = {"coupling": args.coupling, "finest": args.finest}
         if args.spare:
-            return matching_loss(model, x[:, :points], None, given, spare=x[:, points:], **how)
-        return matching_loss(model, x, mask, given, **how)
+            x, mask, how["spare"] = x[:, :points], None, x[:, points:]
+        with world.autocast():
+            return matching_loss(model, x, mask, given, **how)
 
     def evaluate(model):
         values = log_probs(args, model, valid, world, dopri5(max(args.tolerance, 1e-3)))
@@ -362,7 +365,9 @@ def train(args, world):
     make = partial(build, args, splits.train)
     begin = partial(start, args, train=splits.train)
     steps = data.steps(splits.train, args.batch_size)
-    run = training.begin(args, world, make, begin, steps, INTERVALS)
+    ours = args.objective == "matching" or args.optimizer == "muon"
+    groups = in_proportion if ours and args.blocks > 1 else None
+    run = training.begin(args, world, make, begin, steps, INTERVALS, groups)
     batches = data.epochs(splits.train, args.batch_size, args.seed, **world.share)
     advice = "" if args.cuda or args.objective == "matching" else ADVICE
     run.fit(loss, batches, evaluate, best="valid_ppll", advice=advice)
@@ -380,6 +385,8 @@ def start(args, model, train):
             model.standardise(*train.batch(UNIT_SETS)[:2])
         except ValueError as e:
             raise training.UsageError(f"--data {args.data}: {e}") from None
+        if args.objective == "matching" and args.blocks > 1:
+            start_at_scale(model, args.finest)
     if args.cells:  # where the cells lie in the units of the data
         grid = args.cells * torch.stack([model.std, model.mean])
         model.blocks[0].field.cells.grid.copy_(grid)

@@ -12,6 +12,7 @@ as Lipman et al. (2023) and Liu et al. (2023) do. What is particular to sets:
                               straighter paths (a minibatch coupling, but within each set)
     exchange                  `spare`: each target x is replaced by E[x given x_s] over more points
                               of the same shape: the same field, from targets of lower variance
+    start_at_scale            a chain begins at the speed and the scale of each block's noise
     temporal_matching_loss    the decoder of a TemporalSetVAE, given z_t
     Moments                   a loss without the noise of matching, through which the encoder learns
 
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from exnode import normal
-from sets import count, keep, pool_mean
+from sets import PointNetwork, count, keep, pool_mean
 from support.arguments import one_of
 
 COUPLINGS = ("swaps", "none")
@@ -93,6 +94,43 @@ def noise_level(u, finest):
     (1 − s) du where s > ε. Noise finer than the data's own does not deserve that weight.
     """
     return finest * ((1 + 1 / finest) ** u - 1)
+
+
+@torch.no_grad()
+def start_at_scale(flow, finest):
+    """Let block i of a chain begin at the speed and the length scale of the noise it owns.
+
+    The block is to move points by no more than s((i + 1)/K) − s(i/K) in its time t₁, so its output
+    is scaled by their ratio, which is 0.01 for fine noise. Its networks see x through tanh(w·x + b)
+    with |w| of about 0.6; details at noise s require |w| up to 1/s, which takes a learning rate of
+    1e-3 thousands of steps. So rows of w are scaled by numbers even in their logarithm from 1 to
+    1/2s, at most 30, and b puts the steepest point of each at a place drawn from N(0, I).
+    """
+    for i, block in enumerate(flow.blocks):
+        first, middle, last = (noise_level((i + k) / len(flow.blocks), finest) for k in (0, 0.5, 1))
+        for p in block.field.out.parameters():
+            p.mul_((last - first) / block.t1)
+        for network in block.field.modules():
+            if isinstance(network, PointNetwork):
+                w, b = network.layers[0].parameters()
+                w.mul_(min(max(0.5 / middle, 1), 30) ** torch.rand(len(w), 1))
+                b.copy_(-(w * torch.randn_like(w)).sum(-1))
+
+
+def in_proportion(flow, lr):
+    """Parameters of a chain in groups: its output layers learn in proportion to their sizes.
+
+    Adam moves every number of W by lr, whether W is 1 or 0.01, where the noise is fine. 1 is the
+    size of PyTorch's initial weights.
+    """
+    outs = [block.field.out for block in flow.blocks]
+    sizes = [(3 * out.weight.square().sum(1).mean()).sqrt().item() for out in outs]
+    slow = {id(p) for out in outs for p in out.parameters()}
+    groups = [{"params": [p for p in flow.parameters() if id(p) not in slow]}]
+    return groups + [
+        {"params": list(out.parameters()), "lr": lr * min(size, 1)}
+        for out, size in zip(outs, sizes)
+    ]
 
 
 @torch.no_grad()

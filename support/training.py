@@ -114,12 +114,13 @@ def one_cycle(progress, warm=0.15):
 
 
 # ------------------------------------------------------------------------------------------ a run
-def begin(args, world, make, start, steps, intervals):
+def begin(args, world, make, start, steps, intervals, groups=None):
     """The Run that the options describe, from its last checkpoint if it has one.
 
     make()        the model; start(model) gives it its first weights, if they are not random
     steps         batches per epoch
     intervals     of the schedule "halve"
+    groups        groups(model, lr): its parameters as an optimiser takes them; if None, all alike
     """
     check_size(make, world)
     seed(args.seed)
@@ -127,7 +128,8 @@ def begin(args, world, make, start, steps, intervals):
     if not (Path(args.out) / "last.pt").exists():
         start(model)
     model.to(world.device)
-    optimizer = OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
+    params = groups(model, args.lr) if groups else model.parameters()
+    optimizer = OPTIMIZERS[args.optimizer](params, lr=args.lr)
     settings = {"ema": args.ema, "every": args.every, "clip": getattr(args, "clip", None)}
     falling = schedule(args.schedule, intervals)
     return Run(args, world, model, optimizer, falling, steps, **settings)
@@ -515,7 +517,7 @@ class Run:
             "random": all(isinstance(states, dict) for states in state["random"]),
             "commits": all(isinstance(c, str | None) for c in state.get("commits", ())),
             "optimizer": all(b.get(k, v) == v for a, b in groups
-                             for k, v in a.items() if k != "lr"),
+                             for k, v in a.items() if k not in ("lr", "initial_lr")),
         }  # fmt: skip
         if wrong := [name for name, right in fits.items() if not right]:
             raise ValueError(f"impossible {', '.join(wrong)}")

@@ -16,12 +16,14 @@ from beyond.matching import (
     Moments,
     assign,
     exchange,
+    in_proportion,
     matching_loss,
     noise_level,
     round_robin,
+    start_at_scale,
     temporal_matching_loss,
 )
-from exnode import DECODERS
+from exnode import DECODERS, SetFlow
 from sets import keep
 
 
@@ -118,6 +120,49 @@ def test_matching_raises_the_likelihood_and_reaches_every_block(coupling):
         adam.step()
     assert sum(losses[-10:]) < 0.5 * sum(losses[:3]) / 3 * 10
     assert flow.log_prob(x).mean() > before + 3
+
+
+@pytest.mark.parametrize("field", ["attention", "deepsets"])
+@torch.no_grad()
+def test_a_chain_starts_at_the_speed_and_the_scale_of_the_noise_of_each_block(field):
+    torch.manual_seed(0)
+    flow = SetFlow(2, 4, (256, 8), 2, field, time=True).double()
+    before = copy.deepcopy(flow)
+    start_at_scale(flow, 0.01)
+    for i, (new, old) in enumerate(zip(flow.blocks, before.blocks)):
+        first, middle, last = (noise_level((i + k) / 4, 0.01) for k in (0, 0.5, 1))
+        speed = (last - first) / new.t1
+        for p, q in zip(new.field.out.parameters(), old.field.out.parameters()):
+            close(p, speed * q, 1e-12)
+        name = "q" if field == "attention" else "network"
+        (w, b), (w_before, b_before) = (
+            getattr(block.field, name).layers[0].parameters() for block in (new, old)
+        )
+        ratio = w / w_before
+        close(ratio, ratio[:, :1].expand_as(ratio), 1e-12)
+        finest = min(max(0.5 / middle, 1), 30)
+        assert ratio.min() >= 1 - 1e-12
+        assert ratio.max() <= finest + 1e-9
+        assert ratio.log().mean() == pytest.approx(math.log(finest) / 2, abs=0.25)
+        spread = (b / w.norm(dim=1)).std()  # w·c / |w| of c ~ N(0, I)
+        assert spread == pytest.approx(1, abs=0.25)
+        assert not torch.equal(b, b_before)
+
+
+def test_output_layers_learn_in_proportion_to_their_sizes_and_no_parameter_is_left_out():
+    flow = SetFlow(2, 3, (8, 8), 2, time=True)
+    with torch.no_grad():
+        for block, size in zip(flow.blocks, (1e-2, 0.5, 1e2)):
+            block.field.out.weight.fill_(size / math.sqrt(3 * 8))  # of 8 inputs
+    rest, *outs = in_proportion(flow, 0.1)
+    assert "lr" not in rest
+    assert [group["lr"] for group in outs] == pytest.approx([1e-3, 0.05, 0.1])
+    for block, group in zip(flow.blocks, outs):
+        assert [*map(id, group["params"])] == [*map(id, block.field.out.parameters())]
+    every = [id(p) for group in (rest, *outs) for p in group["params"]]
+    assert sorted(every) == sorted(map(id, flow.parameters()))
+    fresh = torch.nn.Linear(4096, 64)  # 1 is the size of PyTorch's initial weights
+    assert (3 * fresh.weight.square().sum(1).mean()).sqrt().item() == pytest.approx(1, abs=0.02)
 
 
 @settings(max_examples=12)
