@@ -83,14 +83,13 @@ ONLY_WITH = {  # options that would otherwise do nothing
     "heads": ("field", "attention", "transformer"),
     "time": ("field", "attention", "deepsets"),
     "fine": ("field", "transformer"),
-    "cells": ("field", "transformer"),
     "probes": ("trace", None, "hutchinson"),
 }
 TRAINING = (
     "objective", "finetune", "gradient", "method", "steps", "coupling", "finest", "spare", "clip",
     "amp",
 )  # fmt: skip
-MODEL_OPTIONS = ("blocks", "hidden", "heads", "field", "time", "fine", "cells", "condition")
+MODEL_OPTIONS = ("blocks", "hidden", "heads", "field", "time", "fine", "condition")
 
 
 def parse(argv=None):
@@ -142,11 +141,6 @@ def parse(argv=None):
     add("--finetune", type=options.path, metavar="RUN", help=help)
     help = "Let a transformer in one block also see near neighbours, at the scale of the noise: for"
     add("--fine", action="store_true", help=f"{help} shapes with flat parts.")
-    help = (
-        "Tell a transformer in one block that no two points share a cell of a grid with this many"
-    )
-    help += " cells to a unit: 28 for the pixels of mnist; 0 for no grid."
-    add("--cells", type=number(int, 0), default=0, help=help)
     help = "How matching pairs noise with points."
     add("--coupling", choices=COUPLINGS, default="swaps", help=help)
     help = "Smallest noise that matching resolves, as a share of the data's deviation."
@@ -193,8 +187,7 @@ def check(parser, args, argv):
         names = (*MODEL_OPTIONS, *options.DATA, "category", "points", "seed")
         names += ("coupling", "finest", "spare") if args.objective == "matching" else ()
         args = options.parse_as_in(args.finetune, parser, argv, names)
-        fixed = ("heads", "cells") if parser.get_default("cells") else ("heads",)
-        options.refuse(parser, args, fixed, "is not that of the model in --finetune RUN")
+        options.refuse(parser, args, ("heads",), "is not that of the model in --finetune RUN")
     for name, (other, *values) in ONLY_WITH.items():
         if args.load and name in TRAINING:  # of the run, whose training is over
             continue
@@ -218,9 +211,8 @@ def check(parser, args, argv):
         options.refuse(parser, args, ("probes",), "would not be read: the test's trace is exact")
     if args.field != "deepsets" and args.hidden[-1] % args.heads:
         parser.error(f"argument --heads: {args.heads} does not divide {args.hidden[-1]}")
-    for name in ("fine", "cells"):
-        if getattr(args, name) and args.blocks > 1:
-            parser.error(f"argument --{name}: only with --blocks 1, where t is the noise level")
+    if args.fine and args.blocks > 1:
+        parser.error("argument --fine: only with --blocks 1, where t is the noise level")
     if args.amp and not args.load and args.objective != "matching" and args.trace != "sampled":
         parser.error("argument --amp: only with --trace sampled or --objective matching")
     if args.field == "transformer" and args.trace == "sampled":
@@ -377,9 +369,9 @@ def train(args, world):
 def start(args, model, train):
     """Weights of --finetune, or data in units of their own, for matching and for own sets."""
     if args.finetune:
-        before = training.read_config(args.finetune)
-        new = [name for name in ("fine", "cells") if not before.get(name)]  # start without effect
-        training.load_best(model, args.finetune, [f"blocks.0.field.{name}." for name in new])
+        known = training.read_config(args.finetune).get("fine")
+        new = [] if known else ["blocks.0.field.fine."]  # starts without effect
+        training.load_best(model, args.finetune, new)
     elif args.objective == "matching" or args.data not in data.NAMES:
         try:
             model.standardise(*train.batch(UNIT_SETS)[:2])
@@ -387,9 +379,6 @@ def start(args, model, train):
             raise training.UsageError(f"--data {args.data}: {e}") from None
         if args.objective == "matching" and args.blocks > 1:
             start_at_scale(model, args.finest)
-    if args.cells:  # where the cells lie in the units of the data
-        grid = args.cells * torch.stack([model.std, model.mean])
-        model.blocks[0].field.cells.grid.copy_(grid)
 
 
 def finish(args, run, test):

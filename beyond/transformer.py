@@ -3,7 +3,6 @@
     TransformerField    residual attention layers that read t and the context
     near                their attention begins by looking at near points
     FineView            flat parts of shapes, at the scale of the noise
-    CellView            points that share no cell of a grid, such as pixels
 
 x is `(..., n, d)`, mask `(..., n)`, context `(..., c)` and t as in `sets.py`. Tangents of h are
 dh `(p, ..., n, w)`.
@@ -162,69 +161,14 @@ class FineView(nn.Module):
         return self.seen(u, mean, square), dseen @ self.out.weight.T
 
 
-class CellView(nn.Module):
-    """An estimate of the noise, given that no two points share a cell of a grid, as with pixels.
-
-    A point x of the data has moved to x_s = (1 − s) x + s z, so y = x_s / (1 − s) is x + σ z with
-    σ = s / (1 − s). If r_c is the probability of cell c given y, that given all is
-    q_c ∝ r_c Π (1 − r_c of the others). A point sees (y − E[x])/σ under r and under q: its guess of
-    z if all cells were as likely. Only the 3ᵈ cells around y are looked at, so both fade, by
-    exp(−(4σ)⁴), before σ reaches the size of a cell.
-    """
-
-    LEAST = 0.01  # noise in cells, added
-
-    def __init__(self, dim, width, end, cells):
-        super().__init__()
-        self.end, self.cells = end, cells
-        self.side = cells + 4  # of the table of cells, for sets no wider than a unit and a margin
-        self.register_buffer("grid", torch.tensor([[float(cells)] * dim, [0.0] * dim]))
-        around = torch.cartesian_prod(*[torch.arange(-1.0, 2.0)] * dim).view(-1, dim)
-        self.register_buffer("around", around, persistent=False)
-        self.register_buffer("strides", self.side ** torch.arange(dim), persistent=False)
-        self.out = nn.Linear(2 * dim, width, bias=False)
-        nn.init.zeros_(self.out.weight)  # a field learns to look
-
-    def seen(self, x, t, mask=None):
-        s, (scale, origin) = (t / self.end).clamp(0, 0.5), self.grid.to(x.dtype)
-        y, sigma = x / (1 - s) * scale + origin, s / (1 - s) * scale + self.LEAST  # in cells
-        low = y.detach().floor()[..., None, :] + self.around.to(x.dtype)  # (..., n, 3^d, d)
-        a, b = ((low + k - y[..., None, :]) / sigma[..., None, :] for k in (0, 1))
-        inside = (torch.special.ndtr(b) - torch.special.ndtr(a)).clamp(min=1e-12)
-        guess = (density(b) - density(a)) / inside  # (y − E[x])/σ, given the cell
-        r = inside.prod(-1)
-        r = r / r.sum(-1, keepdim=True)
-        index = (low.long().remainder(self.side) * self.strides).sum(-1).flatten(-2)
-        free = keep(torch.log1p(-r.clamp(max=0.99)), mask)
-        table = free.new_zeros(*index.shape[:-1], self.side ** x.shape[-1])
-        table = table.scatter_add(-1, index, free.flatten(-2))
-        q = torch.softmax(r.log() + table.gather(-1, index).view_as(r) - free, -1)
-        guess = (torch.stack([r, q], -2) @ guess) * torch.exp(-((4 * sigma) ** 4))[..., None, :]
-        return guess.flatten(-2)
-
-    def forward(self, x, t, mask=None):
-        return self.out(self.seen(x, t, mask))
-
-    def with_tangents(self, x, dx, t, mask=None):
-        """The value and J dx for tangents dx `(p, ..., n, d)`."""
-        pairs = [torch.func.jvp(lambda x: self.seen(x, t, mask), (x,), (e,)) for e in dx]
-        return self.out(pairs[0][0]), self.out(torch.stack([dseen for _, dseen in pairs]))
-
-
-def density(u):
-    """Of a standard normal number."""
-    return torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)
-
-
 class TransformerField(Field):
     """Residual attention layers that read t and the context: ours, for training by matching.
 
     Its trace has no shortcut: Hutchinson's estimate, or n·d tangents for the exact one. `fine` adds
-    a FineView to what the layers begin with, `cells` (per unit) a CellView; `end` is the time at
-    which there is only noise.
+    a FineView to what the layers begin with; `end` is the time at which there is only noise.
     """
 
-    def __init__(self, dim, width=128, layers=4, heads=4, context=0, end=1.0, fine=False, cells=0):
+    def __init__(self, dim, width=128, layers=4, heads=4, context=0, end=1.0, fine=False):
         super().__init__(dim, time=True, context=context)
         check_heads(heads, width)
         if layers < 1:
@@ -235,7 +179,6 @@ class TransformerField(Field):
         self.condition = nn.Sequential(nn.Linear(read, width), nn.SiLU())
         self.first = nn.Linear(dim, width)
         self.fine = FineView(dim, width, end) if fine else None
-        self.cells = CellView(dim, width, end, cells) if cells else None
         layers = (TransformerLayer(dim, width, heads, width) for _ in range(layers))
         self.layers = nn.ModuleList(layers)
         self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, dim)
@@ -250,8 +193,8 @@ class TransformerField(Field):
         x, extra = self.inputs(t, x, mask, context)
         place = with_square(x)
         h = self.first(x)
-        for view in filter(None, (self.fine, self.cells)):
-            h = h + view(x, extra[..., :1], mask)
+        if self.fine:
+            h = h + self.fine(x, extra[..., :1], mask)
         extra = self.conditions(extra)
         for layer in self.layers:
             h = layer(h, place, extra, mask)
@@ -263,8 +206,8 @@ class TransformerField(Field):
         place = with_square(x)
         dplace = torch.cat([e, 2 * (e * x).sum(-1, keepdim=True)], -1)
         h, dh = self.first(x), e @ self.first.weight.T
-        for view in filter(None, (self.fine, self.cells)):
-            seen, dseen = view.with_tangents(x, e, extra[..., :1], mask)
+        if self.fine:
+            seen, dseen = self.fine.with_tangents(x, e, extra[..., :1], mask)
             h, dh = h + seen, dh + dseen
         extra = self.conditions(extra)
         for layer in self.layers:

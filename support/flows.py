@@ -68,8 +68,7 @@ def check_memory(args, world, dim, points, sets=1, whole=0, *, training_too=Fals
     if training_too and args.objective == "likelihood" and args.gradient == "backprop":
         evaluations = 20 if args.method == "dopri5" else len(METHODS[args.method].b) * args.steps
         kept = max(kept, 2.5 * sum(args.hidden) * args.blocks * evaluations)
-    cells = 4 * (args.cells + 4) ** dim if args.cells else 0  # a CellView's table
-    need = 4 * (whole + sets * (points * kept + cells) + 8 * pairs * points**2)
+    need = 4 * (whole + sets * points * kept + 8 * pairs * points**2)
     training.check_memory(need, world, f"{sets} sets of {points} points at once")
 
 

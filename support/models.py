@@ -35,10 +35,10 @@ def build(config, dim, classes=None, context=0) -> nn.Module:
     how["trace"] = "exact" if config["trace"] == "exact" else "hutchinson"
     if how["method"] != "dopri5":
         how["options"] = {"step_size": 0.5 / config["steps"]}
-    if how["field"] == "transformer":  # with views: beyond/transformer.py
-        views = {name: config.get(name, 0) for name in ("fine", "cells")}
+    if how["field"] == "transformer":  # beyond/transformer.py
         shape = dict(zip(("width", "layers"), one_width(how["hidden"])))
-        how["field"] = partial(TransformerField, **shape, heads=how["heads"], end=0.5, **views)
+        shape |= {"heads": how["heads"], "end": 0.5, "fine": config.get("fine", False)}
+        how["field"] = partial(TransformerField, **shape)
     how |= {"rtol": config["tolerance"], "atol": config["tolerance"]}
     return SetFlow(dim, t1=0.5, context=context, **how)
 

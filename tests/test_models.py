@@ -15,7 +15,7 @@ from support import models
 
 FLOW = {"blocks": 2, "hidden": [8, 8], "heads": 2, "field": "attention", "time": True, "steps": 3}
 FLOW |= {"gradient": "adjoint", "method": "rk4", "probes": 2, "trace": None, "tolerance": 1e-4}
-VIEWS = {"field": "transformer", "hidden": [8, 8, 8], "blocks": 1, "fine": True, "cells": 5}
+VIEWS = {"field": "transformer", "hidden": [8, 8, 8], "blocks": 1, "fine": True}
 SERIES = {"latent": 3, "decoder": "attention", "hidden": [8, 8], "gradient": "backprop"}
 CONFIGS = {
     "flow": (FLOW, 3, None),

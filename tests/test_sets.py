@@ -39,7 +39,7 @@ def looking(field):
     """With what a transformer starts without: conditions of its layers, and views."""
     with torch.no_grad():
         for name, p in field.named_parameters():
-            if any(part in name for part in (".condition.", "fine.", "cells.")):
+            if any(part in name for part in (".condition.", "fine.")):
                 p.normal_(std=0.3)
     return field
 
@@ -61,7 +61,6 @@ FIELDS = {
     "fast attention": lambda d, time, c: FastAttentionField(d, (8, 7, 6), 2, time, c),
     "transformer": lambda d, time, c: looking(TransformerField(d, 8, 2, 2, c)),
     "fine": lambda d, time, c: looking(TransformerField(d, 8, 1, 2, c, end=0.5, fine=True)),
-    "cells": lambda d, time, c: looking(TransformerField(d, 8, 2, 2, c, end=9.0, cells=3)),
 }
 all_fields = pytest.mark.parametrize("name", FIELDS)
 

@@ -252,17 +252,14 @@ def test_a_transformer_trains_by_muon_with_clipping_and_several_probes(tmp_path)
     assert table[2]["loss"] < 0.97 * table[1]["loss"]
     assert results["test"]["trace"] == "hutchinson"
     json.loads((tmp_path / "run" / "results.json").read_text(), parse_constant=pytest.fail)
-    fine = ["--finetune", str(tmp_path / "run"), "--fine", "--cells", "28", *options[:2]]
+    fine = ["--finetune", str(tmp_path / "run"), "--fine", *options[:2]]
     fine += [*options[10:], "--epochs", "1"]
     config = train_flow.main([*fine, "--out", str(tmp_path / "fine")])["config"]
     table = lines(tmp_path / "fine")
-    assert (config["fine"], config["cells"]) == (True, 28)
+    assert config["fine"]
     assert table[0]["valid_ppll"] == pytest.approx(results["best"], abs=2e-3)
     state = training.read_checkpoint(tmp_path / "fine" / "last.pt")["model"]
     assert state["blocks.0.field.fine.out.weight"].any()
-    assert state["blocks.0.field.cells.out.weight"].any()
-    grid = 28 * torch.stack([state["std"], state["mean"]])
-    torch.testing.assert_close(state["blocks.0.field.cells.grid"], grid)
     sets = train_flow.main(["--load", str(tmp_path / "fine"), "--sample", "2"])["samples"]
     assert sets.isfinite().all()
 
@@ -321,10 +318,8 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
     spare = copy_of(tmp_path / "spare", config | {"spare": 9, "coupling": "none"})
     damaged = {"heads": 0, "hidden": None, "tolerance": -1.0, "blocks": [], "seed": "x"}
     damaged = {k: copy_of(tmp_path / k, config | {k: v}) for k, v in damaged.items()}
-    large = ("--field", "transformer", "--blocks", "1", "--objective", "matching", "--cells", 10**6)
     cases = {
         **{("--load", path, "--sample", "3"): name for name, path in damaged.items()},
-        (*large, "--out", tmp_path / "l"): "GiB",
         **({} if torch.cuda.is_available() else {("--cuda", "--out", tmp_path / "c"): "no GPU"}),
         ("--sample", "3"): "--load RUN",
         ("--load", out): "--load RUN goes with",
@@ -380,8 +375,6 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
         ("--field", "transformer", "--hidden", "8,8", "--out", tmp_path / "t"): "--hidden",
         ("--fine",): "only with --field transformer",
         ("--fine", "--field", "transformer"): "only with --blocks 1",
-        ("--cells", "28"): "only with --field transformer",
-        ("--cells", "28", "--field", "transformer"): "only with --blocks 1",
         ("--field", "transformer", "--time"): "only with --field attention or deepsets",
         ("--field", "deepsets", "--heads", "2"): "only with --field attention or transformer",
         ("--trace", "exact", "--probes", "2"): "only with --trace hutchinson",
