@@ -84,6 +84,7 @@ ONLY_WITH = {  # options that would otherwise do nothing
     "time": ("field", "attention", "deepsets"),
     "fine": ("field", "transformer"),
     "probes": ("trace", None, "hutchinson"),
+    "amp": ("trace", "sampled"),
 }
 TRAINING = (
     "objective", "finetune", "gradient", "method", "steps", "coupling", "finest", "spare", "clip",
@@ -128,8 +129,7 @@ def parse(argv=None):
     help = "Number of steps of rk4 or rk5 in each block."
     add("--steps", type=number(int, 1, below=10**6), default=1, help=help)
     add = parser.group("training")
-    help = "Matrix products of training in bfloat16, where the device has it: with --trace sampled"
-    help += " or --objective matching."
+    help = "Matrix products of training in bfloat16, where the device has it: with --trace sampled."
     add("--amp", action=argparse.BooleanOptionalAction, default=False, help=help)
     add("--clip", type=number(float, 1e-9), help="Largest norm of a gradient; if not given, any.")
     add = parser.group("ours")
@@ -213,8 +213,6 @@ def check(parser, args, argv):
         parser.error(f"argument --heads: {args.heads} does not divide {args.hidden[-1]}")
     if args.fine and args.blocks > 1:
         parser.error("argument --fine: only with --blocks 1, where t is the noise level")
-    if args.amp and not args.load and args.objective != "matching" and args.trace != "sampled":
-        parser.error("argument --amp: only with --trace sampled or --objective matching")
     if args.field == "transformer" and args.trace == "sampled":
         parser.error("argument --trace: sampled requires a cheap exact trace, of another --field")
     if args.field == "transformer" and len(set(args.hidden)) > 1:
@@ -344,8 +342,7 @@ def train(args, world):
         how = {"coupling": args.coupling, "finest": args.finest}
         if args.spare:
             x, mask, how["spare"] = x[:, :points], None, x[:, points:]
-        with world.autocast():
-            return matching_loss(model, x, mask, given, **how)
+        return matching_loss(model, x, mask, given, **how)
 
     def evaluate(model):
         values = log_probs(args, model, valid, world, dopri5(max(args.tolerance, 1e-3)))

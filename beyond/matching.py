@@ -101,10 +101,13 @@ def start_at_scale(flow, finest):
     """Let block i of a chain begin at the speed and the length scale of the noise it owns.
 
     The block is to move points by no more than s((i + 1)/K) − s(i/K) in its time t₁, so its output
-    is scaled by their ratio, which is 0.01 for fine noise. Its networks see x through tanh(w·x + b)
-    with |w| of about 0.6; details at noise s require |w| up to 1/s, which takes a learning rate of
-    1e-3 thousands of steps. So rows of w are scaled by numbers even in their logarithm from 1 to
-    1/2s, at most 30, and b puts the steepest point of each at a place drawn from N(0, I).
+    is scaled by their ratio, which is 0.01 for fine noise. PyTorch's initial networks see x through
+    tanh(w·x + b) with |w| of about 0.6; details at noise s require |w| up to 1/s, which takes
+    thousands of steps to learn. So they begin with
+      - each w along one axis, scaled by numbers even in their logarithm from 1 to 1/2s, at most 30,
+        with the steepest point of its tanh at a place drawn from N(0, I);
+      - later layers near the identity, so that head h of attention looks along axis h: points at
+        one height see each other. Heads beyond the axes, and networks without heads, see all axes.
     """
     for i, block in enumerate(flow.blocks):
         first, middle, last = (noise_level((i + k) / len(flow.blocks), finest) for k in (0, 0.5, 1))
@@ -112,9 +115,20 @@ def start_at_scale(flow, finest):
             p.mul_((last - first) / block.t1)
         for network in block.field.modules():
             if isinstance(network, PointNetwork):
-                w, b = network.layers[0].parameters()
-                w.mul_(min(max(0.5 / middle, 1), 30) ** torch.rand(len(w), 1))
-                b.copy_(-(w * torch.randn_like(w)).sum(-1))
+                start_along_axes(network, getattr(block.field, "heads", 1), 0.5 / middle)
+
+
+def start_along_axes(network, heads, finest):
+    (w, b), later = network.layers[0].parameters(), network.layers[1:]
+    width, dim = w.shape
+    head, axis = torch.arange(width) * heads // width, torch.arange(width) % dim
+    axis = torch.where(head < min(dim, heads - 1), head, axis)
+    scale = min(max(finest, 1), 30) ** torch.rand(width, 1).to(w)
+    w.copy_(scale * w.norm(dim=1, keepdim=True) * torch.eye(dim)[axis].to(w))
+    b.copy_(-(w * torch.randn_like(w)).sum(-1))
+    for layer in later:
+        gain = 1.0 if layer is later[-1] else 0.5  # softer before a tanh
+        layer.weight.mul_(0.3).add_(gain * torch.eye(*layer.weight.shape).to(w))
 
 
 def in_proportion(flow, lr):

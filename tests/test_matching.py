@@ -126,27 +126,32 @@ def test_matching_raises_the_likelihood_and_reaches_every_block(coupling):
 @torch.no_grad()
 def test_a_chain_starts_at_the_speed_and_the_scale_of_the_noise_of_each_block(field):
     torch.manual_seed(0)
-    flow = SetFlow(2, 4, (256, 8), 2, field, time=True).double()
+    flow = SetFlow(2, 4, (256, 256, 256), 4, field, time=True).double()
     before = copy.deepcopy(flow)
     start_at_scale(flow, 0.01)
+    name = "q" if field == "attention" else "network"
     for i, (new, old) in enumerate(zip(flow.blocks, before.blocks)):
         first, middle, last = (noise_level((i + k) / 4, 0.01) for k in (0, 0.5, 1))
-        speed = (last - first) / new.t1
         for p, q in zip(new.field.out.parameters(), old.field.out.parameters()):
-            close(p, speed * q, 1e-12)
-        name = "q" if field == "attention" else "network"
-        (w, b), (w_before, b_before) = (
-            getattr(block.field, name).layers[0].parameters() for block in (new, old)
-        )
-        ratio = w / w_before
-        close(ratio, ratio[:, :1].expand_as(ratio), 1e-12)
+            close(p, (last - first) / new.t1 * q, 1e-12)
+        layers, others = (getattr(block.field, name).layers for block in (new, old))
+        w, b = layers[0].parameters()
+        assert ((w != 0).sum(1) == 1).all()  # along one axis
+        axes = w.abs().argmax(1).view(4, 64)  # of each head
+        mixed = torch.arange(64) % 2
+        heads = [0 * mixed, 1 + 0 * mixed, mixed, mixed] if field == "attention" else [mixed] * 4
+        assert torch.equal(axes, torch.stack(heads))
+        ratio = w.norm(dim=1) / others[0].weight.norm(dim=1)
         finest = min(max(0.5 / middle, 1), 30)
         assert ratio.min() >= 1 - 1e-12
         assert ratio.max() <= finest + 1e-9
-        assert ratio.log().mean() == pytest.approx(math.log(finest) / 2, abs=0.25)
-        spread = (b / w.norm(dim=1)).std()  # w·c / |w| of c ~ N(0, I)
-        assert spread == pytest.approx(1, abs=0.25)
-        assert not torch.equal(b, b_before)
+        assert ratio.log().mean().item() == pytest.approx(math.log(finest) / 2, abs=0.25)
+        places = b / w.sum(1)  # where tanh is steepest: drawn from N(0, I)
+        assert places.mean().item() == pytest.approx(0, abs=0.2)
+        assert places.std().item() == pytest.approx(1, abs=0.25)
+        eye = torch.eye(256, dtype=F64)
+        close(layers[1].weight, 0.3 * others[1].weight + 0.5 * eye, 1e-12)
+        close(layers[2].weight, 0.3 * others[2].weight + eye, 1e-12)
 
 
 def test_output_layers_learn_in_proportion_to_their_sizes_and_no_parameter_is_left_out():
