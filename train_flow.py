@@ -22,7 +22,8 @@ ModelNet of the scaled shape. Bits per dimension are −PPLL / (d ln 2) in the s
 Departures from the paper
 - `--objective matching` regresses the same field on straight paths from data to noise. It puts
   data into units of their own mean and deviation first (`SetFlow.standardise`). `--spare` lowers
-  the variance of its targets by more points of each shape: `beyond/matching.py`.
+  the variance of its targets by more points of each shape, and a chain's weights begin at the scale
+  of the noise that each block owns (`start_at_scale`): `beyond/matching.py`.
 - The test likelihood has the exact trace, or for the transformer, which has no shortcut to it,
   Hutchinson's unbiased estimate with --probes probes, unless --trace says otherwise.
 - Weights are selected on held-out training sets, of which about VALID_POINTS points are read, by
@@ -33,8 +34,8 @@ Departures from the paper
 - Samples of a flow trained by matching, whose paths are nearly straight, are solved by SAMPLE_STEPS
   steps of rk4, which come as close to the solution as dopri5 at 1e-3: support/flows.py.
 - "Halved every 100 epochs" is "after each tenth of the run", so that any budget has all of it.
-- A transformer field, its views, Muon and averaged weights are options; what they gain is in
-  the README.
+- A transformer field, its view, Muon and averaged weights are options; what they gain is in the
+  README. By matching or Muon, a chain's output layers learn in proportion to their sizes.
 """
 
 import argparse

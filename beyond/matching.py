@@ -12,7 +12,8 @@ as Lipman et al. (2023) and Liu et al. (2023) do. What is particular to sets:
                               straighter paths (a minibatch coupling, but within each set)
     exchange                  `spare`: each target x is replaced by E[x given x_s] over more points
                               of the same shape: the same field, from targets of lower variance
-    start_at_scale            a chain begins at the speed and the scale of each block's noise
+    start_at_scale            a chain begins at the speed and the scale of each block's noise, and
+    in_proportion             its outputs learn at rates in proportion to their sizes
     temporal_matching_loss    the decoder of a TemporalSetVAE, given z_t
     Moments                   a loss without the noise of matching, through which the encoder learns
 
@@ -118,12 +119,13 @@ def start_at_scale(flow, finest):
                 start_along_axes(network, getattr(block.field, "heads", 1), 0.5 / middle)
 
 
-def start_along_axes(network, heads, finest):
+def start_along_axes(network, heads, steepest):
+    """A point network whose first layer looks along axes, and whose later ones hardly mix that."""
     (w, b), later = network.layers[0].parameters(), network.layers[1:]
     width, dim = w.shape
     head, axis = torch.arange(width) * heads // width, torch.arange(width) % dim
     axis = torch.where(head < min(dim, heads - 1), head, axis)
-    scale = min(max(finest, 1), 30) ** torch.rand(width, 1).to(w)
+    scale = min(max(steepest, 1), 30) ** torch.rand(width, 1).to(w)
     w.copy_(scale * w.norm(dim=1, keepdim=True) * torch.eye(dim)[axis].to(w))
     b.copy_(-(w * torch.randn_like(w)).sum(-1))
     for layer in later:
