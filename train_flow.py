@@ -326,7 +326,7 @@ def train(args, world):
     """One run: train, select, test, draw; the contents of its results.json."""
     splits = load_sets(args)
     sets, points = args.batch_size // world.size, data.span(splits.train.points)[1]
-    check_memory(args, world, splits.train.dim, points, sets, training_too=True)
+    check_memory(args, world, points, sets, training_too=True)
     if world.rank == 0:
         training.write_sets(args.out, splits.train)
     valid = splits.valid.some(-(-VALID_POINTS // points))
@@ -415,7 +415,7 @@ def evaluate_only(args):
     if test.dim != model.dim:
         raise training.UsageError(f"--load {args.load}: a model of {model.dim}-D, not {test.dim}-D")
     sets = args.batch_size // world.size
-    check_memory(args, world, test.dim, data.span(test.points)[1], sets, pairs=True)
+    check_memory(args, world, data.span(test.points)[1], sets, pairs=True)
     found = test_metrics(args, model.to(world.device), test, world)
     show(args, found)
     results = training.write_evaluation(found, args, world)

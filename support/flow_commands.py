@@ -37,11 +37,11 @@ def sample(args):
     world, model = training.connect(args), flows.read_run(args)
     model.to(world.device)
     least = 4 * args.sample * (args.points or 1) * model.dim
-    flows.check_memory(args, world, model.dim, args.points or 1, 1, least)  # before sizes are drawn
+    flows.check_memory(args, world, args.points or 1, 1, least)  # before sizes are drawn
     sizes, context = choose_sets(args, model)
     points = int(sizes.max())
     at_once, whole = min(args.sample, -(-exnode.PIECE // points)), 4 * args.sample * points
-    flows.check_memory(args, world, model.dim, points, at_once, whole * model.dim)
+    flows.check_memory(args, world, points, at_once, whole * model.dim)
     mask = torch.arange(points) < torch.from_numpy(sizes)[:, None]
     there = None if mask.all() else mask.to(world.device)
     name = Path(args.out) / f"samples-{args.sample}x{args.points or points}-seed{args.seed}"
@@ -112,7 +112,7 @@ def score(args):
     if split.dim != model.dim:
         raise training.UsageError(f"--score {args.score}: {split.dim}-D, the model {model.dim}-D")
     sizes, sets = split.sizes, args.batch_size // world.size
-    flows.check_memory(args, world, split.dim, int(sizes.max()), sets, pairs=True)
+    flows.check_memory(args, world, int(sizes.max()), sets, pairs=True)
     label = split.label_names
     split = with_conditions(args, model, split)
     values = flows.log_probs(

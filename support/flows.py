@@ -57,7 +57,7 @@ def test_trace(args):
     return {"trace": args.trace if args.trace in exnode.TRACES else usual, "probes": args.probes}
 
 
-def check_memory(args, world, dim, points, sets=1, whole=0, *, training_too=False, pairs=False):
+def check_memory(args, world, points, sets=1, whole=0, *, training_too=False, pairs=False):
     """Estimated peak bytes for `sets` sets of `points` points; pairs: attention's exact trace.
 
     whole: numbers of the output, beside them. Backpropagation keeps 20 evaluations by dopri5.
