@@ -6,7 +6,7 @@
         --schedule one-cycle --ema 0.99 --smoothing 0.1         half an hour on one core
     python train_cls.py --data modelnet --stages 50:30,100:19:5e-4 --runs 3 --amp
     python train_cls.py --finetune runs/cls --no-augment --lr 3e-4 --epochs 8 --out runs/fine
-    python train_cls.py --as results/cls-deepsets.json --out runs/again
+    python train_cls.py --as results/cls-deepsets-90.json --out runs/again
     python train_cls.py --load runs/cls --evaluate --points 1000
 
     Table 1, four rows of models           support.models.CLASSIFIERS

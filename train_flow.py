@@ -5,7 +5,7 @@
     python train_flow.py --data mnist --objective matching          without a solver in the loop
     python train_flow.py --finetune runs/flow --out runs/fine       then by likelihood, or again by
                                                                     --objective matching
-    python train_flow.py --as results/flow-chair.json --out runs/c  a run again, with all its stages
+    python train_flow.py --as results/flow-chair-paper.json         a run again, with all its stages
     python train_flow.py --load runs/flow --sample 9 --points 4096  more points than in training
     python train_flow.py --load runs/flow --evaluate
 

@@ -103,6 +103,8 @@ def parse(argv=None):
     add("--valid-series", type=number(int, 1), default=256, help=help)
     help = "Largest number of series in the test."
     add("--test-series", type=number(int, 1), default=1000, help=help)
+    help = "Leave out the first K test series, which earlier tests have read."
+    add("--after", type=number(int, 0, below=10**9), default=0, metavar="K", help=help)
     help = "A run of train_cls.py on upright digits, to see whether it recognises reconstructions."
     add("--classifier", type=options.path, metavar="RUN", help=help)
     add = parser.group("the model of the paper")
@@ -185,14 +187,15 @@ def check(parser, args):
     if args.at and Path(args.reconstruct or "").suffix != ".npy":
         parser.error("--at gives the times of --reconstruct FILE.npy; other files have their own")
     if args.fit_prior:
-        names = ("points", "times", "category", "seed", "prior", "trace", "test_series", "out")
+        names = ("points", "times", "category", "seed", "prior", "trace")
+        names += ("test_series", "after", "out")
         options.refuse(parser, args, names, "is that of the run: leave it out")
     if args.reconstruct is not None:
         options.refuse(parser, args, ("prior",), "is for samples and the ELBO")
     if not args.fit_prior and (args.load or args.prior != "flow"):
         options.refuse(parser, args, ("width",), "is for a prior that is fitted: --prior flow")
     if args.sample or args.reconstruct is not None:
-        names = ("data", "category", "batch_size", "test_series", "classifier", "noise")
+        names = ("data", "category", "batch_size", "test_series", "after", "classifier", "noise")
         options.refuse(parser, args, names, "is for the test series, which nothing reads here")
         args.times = args.times or series.usual_times(args.load)
     elif is_own(args):
@@ -226,6 +229,8 @@ def load_series(args):
     kind |= {"seed": args.seed, "times": args.times or series.TIMES, **options.own_data(args)}
     splits = data.load(args.data, args.root, **kind)
     series.check_times(args.data, splits.train.source.times)
+    if args.after >= len(splits.test):
+        raise training.UsageError(f"--after {args.after}: of {len(splits.test)} test series")
     return splits
 
 
@@ -307,7 +312,7 @@ def load_classifier(args):
 
 def test_metrics(model, split, args, world):
     """ELBO; Chamfer distances of reconstructions at each time and by kind of time; samples."""
-    classifier, split = load_classifier(args), split.some(args.test_series)
+    classifier, split = load_classifier(args), split.some(args.test_series, args.after)
     metrics = measure_elbo(model, split, args, world)
     metrics["tolerance_error"] = tolerance_error(model, split, args, world)
     metrics |= {"tolerance": {k: model.solver[k] for k in ("rtol", "atol")}, "series": len(split)}

@@ -267,12 +267,25 @@ def write_results(path, results, args, world):
     return results
 
 
+def training_of(run):
+    """What the results.json of a run says of its training, if there is one."""
+    try:
+        found = read_json(Path(run) / "results.json")
+    except UsageError:
+        return {}
+    names = ("parameters", "best", "best_step", "steps", "epochs", "seconds", "commit", "command")
+    known = (
+        {name: found[name] for name in names if name in found} if isinstance(found, dict) else {}
+    )
+    return {"trained": known} if known else {}
+
+
 def write_evaluation(test, args, world):
     """Write and return evaluation.json in --out, which is the --load RUN if not said otherwise."""
     path = Path(args.out) / "evaluation.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        results = write_results(path, {"test": test}, args, world)
+        results = write_results(path, {"test": test} | training_of(args.load), args, world)
     except OSError as e:
         found = json.dumps(test)
         raise UsageError(f"--out {args.out}: {e.strerror}; the test found {found}") from None

@@ -120,11 +120,11 @@ class Split:
         """Mean σ of the Gaussian noise after scaling, over one draw of each set; None if none."""
         return self.source.noise(self.index, span(points or self.points)[1])
 
-    def some(self, count=None):
-        """At most `count` of its sets, chosen by a fixed permutation."""
-        if not count or count >= len(self):
+    def some(self, count=None, after=0):
+        """At most `count` of its sets by a fixed permutation, whose first `after` are left out."""
+        if not after and (not count or count >= len(self)):
             return self
-        chosen = np.argsort(Random(self.index, SOME).key)[:count]
+        chosen = np.argsort(Random(self.index, SOME).key)[after:][:count]
         return replace(self, index=self.index[np.sort(chosen)])
 
     def batch(self, count=None, device="cpu"):

@@ -253,8 +253,15 @@ class Run:
 
     @property
     def interval(self):
-        """Steps from one evaluation to the next; ten in a run that is shorter than --every."""
-        return self.every if self.every <= self.total else max(self.total // 10, 1)
+        """Steps from one evaluation to the next; `looks` of them in a run shorter than --every."""
+        return self.every if self.every <= self.total else max(self.total // self.looks, 1)
+
+    @property
+    def looks(self):
+        """Evaluations in a short run: ten, or those that fit into a fifth of its minutes."""
+        if not self.budget or not self.evaluating:
+            return 10
+        return min(max(int(0.2 * self.budget / self.evaluating), 1), 10)
 
     def fit(self, loss, batches, evaluate, best, keep="best", advice=""):
         """Train for the planned steps, then load the weights of the best evaluation, or the last.
@@ -370,8 +377,8 @@ class Run:
         taken = trained - self.probe[1] if measured else self.clock
         each, left = taken / (measured or self.step), self.budget - self.clock - self.evaluating
         more = int(left / (each + self.evaluating / self.every))
-        if self.step + more < self.every:  # then ten evaluations, as `interval` has it
-            more = int((left - (1 - self.progress()) * 10 * self.evaluating) / each)
+        if self.step + more < self.every:  # then as many evaluations as `interval` has
+            more = int((left - (1 - self.progress()) * self.looks * self.evaluating) / each)
         self.plan = (self.step, self.progress(), self.step + max(more, 0))
         self.probe = (self.step, trained)
 

@@ -373,6 +373,10 @@ def test_some_sets_are_of_all_classes_wherever_they_stand(category, count):
     assert set(split.some(50).index) < set(some.index)
     assert (np.diff(some.index) > 0).all()
     assert (split.some().index == split.some(10**6).index).all()
+    unread = split.some(50, after=50)
+    assert len(unread) == 50
+    assert set(unread.index) == set(split.some(100).index) - set(split.some(50).index)
+    assert len(split.some(after=60)) == len(split) - 60
 
 
 def test_the_validation_split_is_a_tenth_and_seeded():

@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -56,33 +57,35 @@ def find_owner(module, path):
     return module
 
 
-def test_every_result_in_a_table_is_that_of_a_run():
-    pattern = r"^(\|.*\]\((?:\.\./)?(results/[\w./-]+\.json)\).*)$"
-    rows = re.findall(pattern, RESULTS, re.MULTILINE)
-    assert rows
-    for row, path in rows:
-        results = json.loads((ROOT / path).read_text())
-        if "mean" in results:
-            numbers = [f"{results['mean']:.4f}", f"{results['std']:.4f}"]
-        elif "chamfer" in results["test"]:  # a column per kind of time
-            numbers = [f"{v['model']:.4f}" for v in results["test"]["chamfer"].values()]
-        elif "accuracy" in results["test"]:
-            numbers = [f"{results['test']['accuracy']:.4f}"]
-        else:
-            numbers = [f"{results['test'][name]:.3f}" for name in ("ppll", "standard_error")]
-        for number in numbers:
-            assert number.replace("-", "−") in row
-
-
-def test_every_number_of_the_summary_is_that_of_its_run():
-    links = re.findall(r"\[(−?[\d.]+)\]\((results/[\w./-]+\.json)\)", README)
-    assert len(links) > 6
-    for number, path in links:
+def test_every_linked_number_is_that_of_its_run():
+    pattern = r"\[\**(−?[\d.]+)\**(?: ± ([\d.]+))?\]\((?:\.\./)?(results/[\w./-]+\.json)\)"
+    links = re.findall(pattern, README + RESULTS)
+    assert len(links) > 20
+    for number, error, path in links:
         test = json.loads((ROOT / path).read_text())["test"]
         between = test.get("chamfer", {}).get("interpolation", {}).get("model")
         value = test.get("accuracy") or test.get("ppll") or between
-        decimals = len(number.partition(".")[2])
-        assert f"{value:.{decimals}f}".replace("-", "−") == number, path
+        for text, true in ((number, value), (error, test.get("standard_error"))):
+            if text:
+                decimals = len(text.partition(".")[2])
+                assert text == f"{true:.{decimals}f}".replace("-", "−"), path
+
+
+def test_every_row_of_distances_is_that_of_its_run():
+    rows = re.findall(r"^(\|.*\[json\]\(\.\./(results/[\w-]+\.json)\).*)$", RESULTS, re.MULTILINE)
+    assert rows
+    for row, path in rows:
+        kinds = json.loads((ROOT / path).read_text())["test"]["chamfer"].values()
+        assert all(f"{kind['model']:.4f}" in row for kind in kinds), path
+
+
+def test_every_mean_over_seeds_is_that_of_its_runs():
+    rows = [row for row in RESULTS.splitlines() if row.startswith("| ExNODE") and "**0." in row]
+    assert len(rows) == 2
+    for row in rows:
+        paths = re.findall(r"\((?:\.\./)?(results/[\w-]+\.json)\)", row)
+        found = [json.loads((ROOT / p).read_text())["test"]["accuracy"] for p in paths]
+        assert f"{statistics.mean(found):.4f} ± {statistics.stdev(found):.4f}" in row
 
 
 @pytest.mark.parametrize("run", sorted((ROOT / "pretrained").iterdir()), ids=lambda run: run.name)

@@ -140,6 +140,8 @@ def test_a_finished_run_can_be_evaluated_again_also_with_other_points(whole, cap
     assert more["test"]["accuracy"] != results["test"]["accuracy"]
     assert json.loads((out / "evaluation.json").read_text()) == more
     assert (more["config"]["points"], results["config"]["points"]) == (32, 6)
+    trained = {name: results[name] for name in ("parameters", "steps", "seconds", "command")}
+    assert trained.items() <= more["trained"].items()
     assert (out / "evaluation.png").read_bytes().startswith(b"\x89PNG")
     capsys.readouterr()
     wrong = {"--model settransformer": "of another model", "--lr 1": "--lr is for training"}
@@ -510,4 +512,4 @@ def test_what_is_wrong_with_own_sets_is_one_line(own, tmp_path, capsys):
 
 
 def test_help_says_in_sentences_what_every_option_does(capsys):
-    check_help(train_cls, capsys, 33)
+    check_help(train_cls, capsys)

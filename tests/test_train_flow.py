@@ -590,4 +590,4 @@ def test_a_run_trained_in_bfloat16_can_be_tested_with_any_trace():
 
 
 def test_help_says_in_sentences_what_every_option_does(capsys):
-    check_help(train_flow, capsys, 49)
+    check_help(train_flow, capsys)

@@ -510,6 +510,15 @@ def test_a_model_that_copies_is_recognised_as_what_it_copies(monkeypatch):
     assert shares["as_given"] < 0.9
 
 
+def test_series_that_no_test_has_read_can_be_tested(run, tmp_path, capsys):
+    how = ["--load", str(run), "--evaluate", "--test-series", "16", "--out", str(tmp_path)]
+    first, unread = (train_temporal.main([*how, *more])["test"] for more in ([], ["--after", "16"]))
+    assert unread["series"] == first["series"] == 16
+    assert unread["elbo"] != first["elbo"]
+    code, err = run_here(capsys, *how, "--after", "100000")
+    assert (code, err.count("\n"), "test series" in err) == (2, 1, True)
+
+
 def test_a_wrong_classifier_is_one_line_and_exit_code_2(run, digits, tmp_path, capsys):
     for wrong in (tmp_path / "nowhere", run):
         for options in ([*MATCHING, "--out", tmp_path / "new"], ["--load", run, "--evaluate"]):
@@ -1080,4 +1089,4 @@ def test_a_decoder_that_attends_can_be_evaluated_and_trained_by_either_objective
 
 
 def test_help_says_in_sentences_what_every_option_does(capsys):
-    check_help(train_temporal, capsys, 45)
+    check_help(train_temporal, capsys)

@@ -473,6 +473,24 @@ def test_a_machine_that_slows_down_does_not_stretch_the_minutes(tmp_path, monkey
     assert lines(tmp_path)[-1]["lr"] < 2e-5  # of 0.01, in the last of few steps
 
 
+def test_slow_evaluations_leave_the_minutes_to_training(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def slow(model, batch):
+        now[0] += 0.1
+        return toy_loss(model, batch)
+
+    def evaluate(model):
+        now[0] += 10  # ten of them would take more than the minute
+        return toy_evaluate(model)
+
+    run = fit(toy(tmp_path, minutes=1, every=10**6), slow, evaluate)
+    assert 45 < run.clock < 60
+    assert run.step > 250
+    assert len(lines(tmp_path)) < 5
+
+
 # --------------------------------------------------------------------------------------- processes
 SCRIPT = """
 import argparse, sys, torch

@@ -48,8 +48,8 @@ def toy(out, resume=False, ema=0.9, lr=0.01, every=None, **options):
         return training.Run(args, ONE, model, optimizer, fall, STEPS, ema=ema, every=every)
 
 
-def fit(run, loss=toy_loss):
-    run.fit(loss, toy_batches, toy_evaluate, best="score")
+def fit(run, loss=toy_loss, evaluate=toy_evaluate):
+    run.fit(loss, toy_batches, evaluate, best="score")
     return run
 
 
