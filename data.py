@@ -23,7 +23,8 @@ Departures from the paper
   the same stored points stay on one side.
 - The official split of ModelNet has test shapes that are also among the training shapes, shifted or
   with other triangles: `Split.twins` marks them, so that results can be given without them.
-- The built-in sets (support/shapes.py) and a person's own (support/own_sets.py) are ours.
+- The built-in sets (support/shapes.py) and a person's own (support/own_sets.py) are ours, and so are
+  `spare` points, for `beyond/matching.py`: those of a digit are `exchangeable` with its own.
 """
 
 import math
