@@ -23,8 +23,7 @@ Departures from the paper
   the same stored points stay on one side.
 - The official split of ModelNet has test shapes that are also among the training shapes, shifted or
   with other triangles: `Split.twins` marks them, so that results can be given without them.
-- The built-in sets (support/shapes.py) and a person's own (support/own_sets.py) are ours, and so are
-  `spare` points, for `beyond/matching.py`: those of a digit are `exchangeable` with its own.
+- The built-in sets (support/shapes.py) and a person's own (support/own_sets.py) are ours.
 """
 
 import math
@@ -59,7 +58,6 @@ from support.splits import (  # noqa: F401
 POINTS = {"mnist": {"flow": 50, "classify": 100, "temporal": 64}}
 POINTS["modelnet"] = {"flow": 512, "classify": 100}  # Sec. 4.2: 100 or 1000
 SIGMA = 0.001  # noise added to a ModelNet shape of radius 1
-NOWHERE = np.float32(1e4)  # pixels from any digit: no point can come from there
 DIGITS = tuple("0123456789")
 
 
@@ -75,55 +73,28 @@ def spatial_mnist(images: np.ndarray) -> Callable:
 
     Without replacement, with probability proportional to intensity w: the n smallest of Eᵢ/wᵢ,
     Eᵢ ~ Exp(1) (Efraimidis and Spirakis). With replacement where fewer than n pixels are active.
-    Behind them are up to `spare` others that could as well stand in place of any one of the n, then
-    NOWHERE: `exchangeable`.
     """
     where = np.flatnonzero(images)  # the active pixels of the first image, of the second, ...
     weight, count = images.ravel()[where], (images > 0).sum((1, 2))
     start = np.cumsum(count) - count
     where = (where % 784).astype(np.uint16)
 
-    def pixels(index, n, rng, spare=0):
-        active = np.arange(max(count[index].max(), n + 1))
+    def pixels(index, n, rng):
+        active = np.arange(max(count[index].max(), n))
         slot = np.minimum(start[index, None] + active, len(weight) - 1)  # (B, most active)
         w = np.where(active < count[index, None], weight[slot], np.float32(0))
         u = rng.uniform(len(active))
         with np.errstate(divide="ignore", invalid="ignore"):
             key = -np.log1p(-u) / w
         key[w == 0] = np.inf
-        pick = smallest(key, n + 1)
-        others = exchangeable(w, key, pick, spare, rng)
-        pick = np.concatenate([pick[:, :n], others], -1)
+        pick = smallest(key, n)
         if len(few := np.flatnonzero(count[index] < n)):
             cdf = np.cumsum(w[few], -1, dtype=np.float64)
-            pick[few, :n] = weighted_choice(cdf / cdf[:, -1:], u[few, :n])
+            pick[few] = weighted_choice(cdf / cdf[:, -1:], u[few, :n])
         cell = where[np.take_along_axis(slot, pick, -1)]
-        x = np.stack([cell % 28, 27 - cell // 28], -1).astype(np.float32)
-        x[pick < 0] = NOWHERE
-        return x
+        return np.stack([cell % 28, 27 - cell // 28], -1).astype(np.float32)
 
     return pixels
-
-
-def exchangeable(w, key, pick, spare, rng):
-    """Indices (B, spare) of pixels for which any of the n drawn ones may be exchanged, −1 for none.
-
-    Given when and which pixel comes as number n + 1, at τ, every other one came before with odds
-    e^(wτ) − 1. So a set with pixel a in place of b is oₐ/o_b times as probable, and if the pixels
-    that did not come are kept with probabilities in proportion to o, both are equally probable.
-    """
-    if not spare:
-        return pick[:, :0]
-    tau = np.take_along_axis(key, pick[:, -1:], -1).astype(np.float64)
-    most = w.max(-1, keepdims=True)
-    with np.errstate(invalid="ignore", divide="ignore"):  # where w is 0, or τ infinite
-        kept = np.exp((w - most) * tau) * np.expm1(-w * tau) / np.expm1(-most * tau)
-        order = rng.uniform(w.shape[1]) / kept  # of those that are kept, uniform in [0, 1)
-    np.put_along_axis(order, pick, np.inf, -1)
-    order[~(order < 1) | np.isinf(tau)] = np.inf
-    order = np.pad(order, ((0, 0), (0, max(spare - w.shape[1], 0))), constant_values=np.inf)
-    chosen = smallest(order, spare)
-    return np.where(np.isinf(np.take_along_axis(order, chosen, -1)), -1, chosen)
 
 
 # ------------------------------------------------------------------------------- preprocessing
@@ -287,19 +258,18 @@ def load(
         augment = solid and task == "classify" and most >= 1000
     if augment and not solid:
         raise DataError(f"augment is for 3-D shapes, not for the digits of {name!r}")
-    if spare and span(points)[0] < most:
-        raise DataError(f"spare={spare}: ragged sets have no spare points")
+    if spare and (kind == "mnist" or task == "temporal" or span(points)[0] < most):
+        why = "bright pixels come first, and times and ragged sets have none"
+        raise DataError(f"spare={spare}: for 3-D shapes and built-in digits only: {why}")
 
     def split(part, index, use):
-        pick, more = part.pick, (spare, None) if use == TRAIN else (0, part.twins)
-        if more[0] and kind == "mnist":  # of all others, the first points are the set
-            pick = lambda index, n, rng: part.pick(index, n - spare, rng, spare)  # noqa: E731
         if solid:
-            source = Solid(pick, augment and use == TRAIN)
+            source = Solid(part.pick, augment and use == TRAIN)
         elif task == "temporal":
-            source = Rotating(pick, _grid(times), resample)
+            source = Rotating(part.pick, _grid(times), resample)
         else:
-            source = Flat(pick, *((1.0, -2 * math.log(28)) if kind == "mnist" else ()))
+            source = Flat(part.pick, *((1.0, -2 * math.log(28)) if kind == "mnist" else ()))
+        more = (spare, None) if use == TRAIN else (0, part.twins)
         return Split(source, index, part.labels, classes, points, use, *more)
 
     train, test = _parts(kind, root, classes, most + spare)

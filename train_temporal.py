@@ -82,8 +82,8 @@ MODEL_OPTIONS = (
     "latent", "seed",
 )  # fmt: skip
 TRAINING = (  # options without a meaning for a finished run
-    "objective", "kl", "coupling", "spare", "pieces", "match_times", "moments", "gradient",
-    "valid_series", "finetune",
+    "objective", "kl", "coupling", "pieces", "match_times", "moments", "gradient", "valid_series",
+    "finetune",
 )  # fmt: skip
 
 
@@ -137,11 +137,6 @@ def parse(argv=None):
     add("--kl", type=number(float, 0), default=0.05, help=help)
     help = "How matching pairs noise with points."
     add("--coupling", choices=COUPLINGS, default="swaps", help=help)
-    help = (
-        "Number of further pixels of each digit, with which matching replaces a target by its mean"
-    )
-    help += " given the noisy point: far less noise in training; 100 is a start."
-    add("--spare", type=number(int, 0, below=10**9), default=0, metavar="K", help=help)
     help = "Also match pieces of K points by themselves, so that z matters; 0 for whole sets."
     add("--pieces", type=number(int, 0), default=0, metavar="K", help=help)
     help = "Match at K random times of a batch, for larger batches; 0 for all of them."
@@ -212,10 +207,8 @@ def check(parser, args):
     if args.sample:
         options.refuse(parser, args, ("columns", "skip_bad"), "is for files, which nothing reads")
     if args.objective == "elbo":
-        names = ("kl", "coupling", "spare", "pieces", "match_times", "moments")
+        names = ("kl", "coupling", "pieces", "match_times", "moments")
         options.refuse(parser, args, names, "is for --objective matching")
-    if args.spare and (args.coupling != "none" or is_own(args)) and not args.load:
-        parser.error("argument --spare: only with --coupling none, and for digits")
     if args.trace != parser.get_default("trace") and not reads_trace(args):
         parser.error("--trace: without --objective elbo or a transformer, nothing would read it")
     if args.points and args.pieces > args.points and not args.load:
@@ -234,7 +227,6 @@ def reads_trace(args):
 def load_series(args):
     kind = {"task": "temporal", "category": args.category, "points": args.points}
     kind |= {"seed": args.seed, "times": args.times or series.TIMES, **options.own_data(args)}
-    kind["spare"] = 0 if args.load else args.spare  # only training reads them
     splits = data.load(args.data, args.root, **kind)
     series.check_times(args.data, splits.train.source.times)
     if args.after >= len(splits.test):
@@ -349,10 +341,8 @@ def make_loss(args, split):
 
     def matching(model, batch):
         how = {"coupling": args.coupling, "pieces": args.pieces, "times": args.match_times}
-        how["moments"], x, mask = args.moments, batch.x, batch.mask
-        if args.spare:
-            x, mask, how["spare"] = x[..., : split.points, :], None, x[..., split.points :, :]
-        error, kl = temporal_matching_loss(model, x, batch.t, mask, **how)
+        how["moments"] = args.moments
+        error, kl = temporal_matching_loss(model, batch.x, batch.t, batch.mask, **how)
         return error + args.kl * (kl / count_points(batch)).mean() / model.dim
 
     return elbo if args.objective == "elbo" else matching

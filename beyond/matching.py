@@ -205,24 +205,20 @@ def round_robin(n):
 
 
 def temporal_matching_loss(
-    vae, x, t, mask=None, coupling="swaps", generator=None, pieces=0, times=0, moments=0.0,
-    spare=None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    vae, x, t, mask=None, coupling="swaps", generator=None, pieces=0, times=0, moments=0.0
+) -> tuple[Tensor, Tensor]:
     """The matching loss of a TemporalSetVAE's decoder given z_t, and the KL per series.
 
     With `times`, the decoder is trained at that number of random times of each series; the encoder
     sees all. With `pieces`, half of the loss is over pieces of that number of points: a piece does
     not see the rest of its set, so it depends on z_t, which attention over whole sets can ignore.
-    `moments` is the weight of the error of `vae.moments`, at all of t. `spare` `(B, T, m, d)` is as
-    for `matching_loss`, for sets without a mask.
+    `moments` is the weight of the error of `vae.moments`, at all of t.
     """
     if moments and not hasattr(vae, "moments"):
         raise ValueError(f"moments={moments}: attach a head first, vae.moments = Moments(…)")
     x, t, mask, seen = vae.read(x, t, mask)
     if pieces and (mask is not None or not 0 < pieces <= x.shape[-2]):
         raise ValueError(f"pieces={pieces} of sets of {x.shape[-2]} points, without a mask")
-    if spare is not None and mask is not None:
-        raise ValueError("spare: for sets without a mask")
     posterior = vae.encode(x, t, mask)
     z, loss = vae.latents(posterior.sample(generator), t), 0
     if moments:
@@ -233,16 +229,13 @@ def temporal_matching_loss(
         some = torch.where(seen, rank, x.shape[1]).argsort(-1)[:, :times]  # of the observed ones
         x, z = x.take_along_dim(some[..., None, None], 1), z.take_along_dim(some[..., None], 1)
         mask = None if mask is None else mask.take_along_dim(some[..., None], 1)
-        spare = None if spare is None else spare.take_along_dim(some[..., None, None], 1)
     x, mask, z = observed(x, mask, z)
-    whole = matching_loss(vae.decoder, x, mask, z, coupling, generator, spare=spare)
+    whole = matching_loss(vae.decoder, x, mask, z, coupling, generator)
     if not pieces:
         return loss + whole, posterior.kl()
     part = x[..., : x.shape[-2] // pieces * pieces, :].unflatten(-2, (-1, pieces))
     z = z[..., None, :].expand(*part.shape[:-2], -1)
-    if spare is not None:
-        spare = spare[..., None, :, :].expand(*part.shape[:-2], -1, -1)
-    parts = matching_loss(vae.decoder, part, None, z, coupling, generator, spare=spare)
+    parts = matching_loss(vae.decoder, part, None, z, coupling, generator)
     return loss + (whole + parts) / 2, posterior.kl()
 
 

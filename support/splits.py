@@ -49,15 +49,16 @@ class Source:
         return np.concatenate(x), None if mask[0] is None else np.concatenate(mask)
 
     def _draw(self, index, low, high, spare, rng):
-        if low == high and not spare:
+        if spare:
+            mask = np.arange(high + spare) < np.full((len(index), 1), high)
+            return self.sample(index, high + spare, rng, mask), mask
+        if low == high:
             return self.sample(index, high, rng, None), None
-        size = np.full((len(index), 1), high)
-        if low < high:
-            size = low + (rng.uniform(1) * (high + 1 - low)).astype(np.int64)
-        mask = np.arange(high + spare) < size  # (B, n)
-        x = self.sample(index, high + spare, rng, mask)
+        size = low + (rng.uniform(1) * (high + 1 - low)).astype(np.int64)
+        mask = np.arange(high) < size  # (B, n)
+        x = self.sample(index, high, rng, mask)
         mask = mask if x.ndim == 3 else np.repeat(mask[:, None], x.shape[1], 1)
-        return x if spare else x * mask[..., None], mask
+        return x * mask[..., None], mask
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,6 @@
 import gzip
 import itertools
 import math
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -502,40 +501,9 @@ def test_spare_points_lie_behind_a_training_set_in_its_units():
     assert (splits.valid.spare, splits.test.spare) == (0, 0)
     x, mask, _ = data.load(points=20, spare=30).train.draw(where)
     assert x.shape[:2] == mask.shape == (9, 50)
-    with pytest.raises(DataError, match="spare=3: ragged sets"):
-        data.load(points=(5, 9), spare=3)
-    x, mask, _ = data.load(task="temporal", points=20, spare=30).train.draw(where)
-    assert x.shape[:3] == mask.shape == (9, 5, 50)
-    assert (mask == (np.arange(50) < 20)).all()
-    np.testing.assert_allclose(x[:, :, :20].mean(2), 0, atol=0.01)  # but for the noise
-
-
-def test_a_pixel_of_a_digit_is_as_likely_as_its_spare_ones():
-    """Given a set and its spare pixels together, each of them is in the set equally often."""
-    image = np.zeros((1, 28, 28), np.uint8)
-    image[0, 0, :6] = weights = [255, 200, 120, 60, 30, 255]
-    draws = np.zeros(60_000, np.int64)
-    x = data.spatial_mnist(image)(draws, 2, Random(np.arange(len(draws))), spare=9)[..., 0]
-    assert (x[:, :2] < len(weights)).all()
-    there = x[:, 2:] < len(weights)
-    assert (x[:, 2:][~there] == data.NOWHERE).all()
-    assert there.sum(1).max() == 3  # of six: two are in the set, and one came next
-    together = Counter()
-    for row in x[there.sum(1) == 1, :3].astype(int):
-        together[tuple(sorted(row)), row[2]] += 1
-    for union in {key for key, _ in together}:
-        counts = np.array([together[union, pixel] for pixel in union])
-        expected = counts.sum() / 3
-        assert ((counts - expected) ** 2 / expected).sum() < 20  # χ² of 2, 4e-5 by chance
-
-
-def test_a_digit_of_few_pixels_has_no_spare_ones():
-    image = np.zeros((2, 28, 28), np.uint8)
-    image[0, 0, :3] = image[1, 0, :4] = 255
-    index = np.array([0, 1])
-    x = data.spatial_mnist(image)(index, 4, Random(index), spare=2)
-    assert (x[:, :4] < 28).all()
-    assert (x[:, 4:] == data.NOWHERE).all()
+    for wrong in ({"name": "mnist"}, {"task": "temporal"}, {"points": (5, 9)}):
+        with pytest.raises(DataError, match="spare=3: for 3-D shapes and built-in digits"):
+            data.load(**wrong, spare=3)
 
 
 def test_ragged_sets_are_padded_with_zeros_and_masked():

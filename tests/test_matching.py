@@ -246,7 +246,7 @@ def test_a_matching_loss_at_some_times_is_that_of_the_sets_there(monkeypatch):
     mask = torch.ones(x.shape[:-1], dtype=bool)
     mask[:, 1, 0] = False
 
-    def loss(flow, *given, spare):
+    def loss(flow, *given):
         seen.append([part.unflatten(0, (2, 2)) for part in given[:3]])  # two series at two times
         return x.sum()
 
@@ -262,31 +262,12 @@ def test_a_matching_loss_at_some_times_is_that_of_the_sets_there(monkeypatch):
     assert len({some[0, 0, 0, 0].item() for some, *_ in seen}) == len(t)  # each has its turn
 
 
-def test_spare_points_of_a_series_go_with_the_sets_of_their_times_and_pieces(monkeypatch):
-    vae, (x, t), seen = make_vae(), series(), []
-    spare = x[..., :3, :] + 100  # those of a set can be told from the others
-
-    def loss(flow, x, *_, spare):
-        seen.append((x, spare))
-        return x.sum()
-
-    monkeypatch.setattr(matching, "matching_loss", loss)
-    how = {"coupling": "none", "times": 2, "pieces": 2, "spare": spare}
-    temporal_matching_loss(vae, x, t, generator=seeded(), **how)
-    (whole, own), (parts, shared) = seen
-    close(own, whole[..., :3, :] + 100)
-    assert parts.shape[:-2] == shared.shape[:-2]
-    close(shared, own[:, :, None].expand_as(shared))
-    with pytest.raises(ValueError, match="spare: for sets without a mask"):
-        temporal_matching_loss(vae, x, t, torch.ones(x.shape[:-1], dtype=bool), spare=spare)
-
-
 def test_a_loss_at_some_times_is_at_those_where_a_series_was_observed(monkeypatch):
     """Three series, each observed at one time only."""
     vae, (x, t), seen = make_vae(), series(3, 4), []
     mask = torch.eye(3, x.shape[1], dtype=torch.bool)[..., None].repeat(1, 1, x.shape[2])
 
-    def loss(flow, x, *_, spare):
+    def loss(flow, x, *_):
         seen.append(x)
         return x.sum()
 
