@@ -152,7 +152,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
 
 def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
     """A = softmax(q kᵀ / √h), with weight 0 on padded points."""
-    s = q @ k.mT / math.sqrt(q.shape[-1])
+    s = q / math.sqrt(q.shape[-1]) @ k.mT
     if mask is not None:
         s = s.masked_fill(~mask[..., None, None, :], torch.finfo(s.dtype).min)
     return torch.softmax(s, -1)

@@ -20,7 +20,7 @@ Departures from the paper
   are read once, at the end, with one fixed draw of points per shape; accuracy is over all shapes,
   not a mean of batch means.
 - Muon, one cycle of the learning rate, averaged weights and smoothed labels are options for when
-  120 epochs are too long; what they reach is in the README. The defaults are the paper's recipe.
+  120 epochs are too long; what they reach is in docs/results.md. The defaults are the paper's recipe.
 - `--amp` computes matrix products in bfloat16, in training and in evaluations; weights, statistics,
   the state of the ODE and the loss stay in float32. Where a device lacks it, one line says so and
   all is in float32. Matching and series do not have it: in bfloat16 the matching error of the

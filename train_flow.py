@@ -34,8 +34,8 @@ Departures from the paper
 - Samples of a flow trained by matching, whose paths are nearly straight, are solved by SAMPLE_STEPS
   steps of rk4, which come as close to the solution as dopri5 at 1e-3: support/flows.py.
 - "Halved every 100 epochs" is "after each tenth of the run", so that any budget has all of it.
-- A transformer field, its view, Muon and averaged weights are options; what they gain is in the
-  README. By matching or Muon, a chain's output layers learn in proportion to their sizes.
+- A transformer field, its view, Muon and averaged weights are options; what they gain is in
+  docs/trials.md. By matching or Muon, a chain's output layers learn in proportion to their sizes.
 """
 
 import argparse
