@@ -275,6 +275,8 @@ class SetFlow(nn.Module):
     ) -> Tensor:  # fmt: skip
         """log p(x₁, …, xₙ) per set; noise `(probes, *x.shape)` is drawn unless it is given."""
         x, mask, context = self.read(x, mask, context)
+        if trace == "exact" and noise is not None:
+            raise ValueError("noise is for trace='hutchinson', not for 'exact'")
         trace = one_of("trace", trace or self.trace, TRACES)
         if noise is None and trace == "hutchinson":
             probes = self.probes if probes is None else probes
@@ -294,6 +296,8 @@ class SetFlow(nn.Module):
     ) -> Tensor:
         """`(sets, points, dim)` from the model; any number of points, or ragged sets by a mask."""
         check_counts(sets=sets, points=points)
+        mask = as_tensor("mask", mask, self.mean)
+        context = as_tensor("context", context, self.mean, self.mean.dtype)
         z = normal((sets, points, self.dim), self.mean, generator)
         return self.decode_pieces(keep(z, mask), mask, context, solver, progress)
 
@@ -435,6 +439,7 @@ class TemporalSetVAE(nn.Module):
         the points in mask `(B, T, points)`, with zeros elsewhere.
         """
         check_counts(points=points)
+        mask = as_tensor("mask", mask, self.decoder.mean)
         t, seen = as_times(t, len(z0)), None if mask is None else mask.any(-1)
         if mask is not None and mask.shape != (wanted := (*t.shape, points)):
             raise ValueError(f"mask must have the shape {wanted}, not {tuple(mask.shape)}")

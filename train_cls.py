@@ -20,7 +20,7 @@ Departures from the paper
   are read once, at the end, with one fixed draw of points per shape; accuracy is over all shapes,
   not a mean of batch means.
 - Muon, one cycle of the learning rate, averaged weights and smoothed labels are options for when
-  120 epochs are too long; what they reach is in docs/results.md. The defaults are the paper's recipe.
+  120 epochs are too long; docs/results.md has what they reach. The defaults are the paper's recipe.
 - `--amp` computes matrix products in bfloat16, in training and in evaluations; weights, statistics,
   the state of the ODE and the loss stay in float32. Where a device lacks it, one line says so and
   all is in float32. Matching and series do not have it: in bfloat16 the matching error of the
@@ -120,8 +120,7 @@ def parse_stages(text):
 def check(parser, args, argv):
     """Options that go together, and those that come from another run."""
     if args.recipe is not None:
-        return options.repeat(parser, args)
-    options.check_data(parser, args, data.NAMES)
+        return options.repeat(parser, args, argv)
     if args.evaluate + (args.score is not None) != bool(args.load):
         parser.error("--load RUN goes with one of --evaluate and --score PATH")
     if args.last and not args.evaluate:
@@ -129,11 +128,14 @@ def check(parser, args, argv):
     if args.finetune and (args.load or args.runs > 1):
         parser.error("--finetune RUN trains one run: leave out --load and --runs")
     if args.load:
-        return options.parse_finished(args.load, parser, argv, more=TRAINING)
-    if options.goes_on(args):
+        args = options.parse_finished(args.load, parser, argv, more=TRAINING)
+    elif options.goes_on(args):
         args = options.parse_as_in(args.out, parser, argv)
     elif args.finetune:
         args = options.parse_as_in(args.finetune, parser, argv, MODEL_OPTIONS)
+    options.check_data(parser, args, data.NAMES)
+    if args.load:
+        return args
     if args.stages:
         points, epochs, _ = parse_stages(args.stages)[-1]
         known = (args.points, args.epochs) == (points, epochs)  # of a run that goes on or again
@@ -202,10 +204,11 @@ def confusion_matrix(model, split, batch_size, world):
 def test_metrics(model, split, batch_size, world):
     counts, loss = confusion_matrix(model, split, batch_size, world)
     hits, sets = counts.diagonal().tolist(), counts.sum(1).tolist()
-    per_class = {name: h / max(n, 1) for name, h, n in zip(split.classes, hits, sets)}
+    per_class = {name: h / n if n else None for name, h, n in zip(split.classes, hits, sets)}
+    tested = [accuracy for accuracy in per_class.values() if accuracy is not None]
     return {
         "accuracy": sum(hits) / sum(sets),
-        "class_accuracy": sum(per_class.values()) / len(per_class),
+        "class_accuracy": sum(tested) / len(tested),
         "loss": loss,
         "per_class": per_class,
         "confusion": counts.tolist(),
@@ -322,6 +325,10 @@ def draw_page(path, args, model, split, test):
 def evaluate_only(args):
     world = training.connect(args)
     splits = load_checked(args, world)
+    if list(splits.test.classes) != (known := class_names(args)):
+        names = (", ".join(classes)[:50] for classes in (known, splits.test.classes))
+        fault = "classes {}, but the sets are of {}".format(*names)
+        raise training.UsageError(f"--load {args.load}: a model of the {fault}")
     model = make_model(args, splits.test)
     (training.load_last if args.last else training.load_best)(model, args.load)
     model.to(world.device).eval()
@@ -351,7 +358,8 @@ def score(args):
     batches = data.batches(split, args.batch_size, training=False, device=world.device)
     total = data.steps(split, args.batch_size, training=False)
     with torch.no_grad(), world.autocast():
-        parts = [model(b.x, b.mask).softmax(-1) for b in training.watch("sets", batches, total)]
+        watched = training.watch("sets", batches, total)
+        parts = [model(b.x, b.mask).float().softmax(-1) for b in watched]
     shares = torch.cat(parts).cpu()
     best = [classes[k] for k in shares.argmax(-1)]
     rows = zip(split.names, split.label_names, split.sizes.tolist(), best, *shares.T.tolist())
@@ -372,7 +380,8 @@ def class_names(args):
     """The names of a run's classes: those in its sets.json, or of the data that it names."""
     if found := training.read_sets(args.load):
         return list(found["sizes"])
-    return list(data.class_names(args.data, "classify", args.category))
+    config = training.read_config(args.load)
+    return list(data.class_names(config["data"], "classify", config["category"]))
 
 
 def main(argv=None):

@@ -31,7 +31,7 @@ Departures from the paper
   at --tolerance, whatever --method training has: fixed steps have errors of their own, which
   training through them could exploit. `tolerance_error` beside a test's PPLL is by how many nats
   per point a set is off at that tolerance: the most among CHECKED_SETS, solved at a hundredth.
-- Samples of a flow trained by matching, whose paths are nearly straight, are solved by SAMPLE_STEPS
+- Samples of a flow trained by matching, whose paths are nearly straight, are solved by a few
   steps of rk4, which come as close to the solution as dopri5 at 1e-3: support/flows.py.
 - "Halved every 100 epochs" is "after each tenth of the run", so that any budget has all of it.
 - A transformer field, its view, Muon and averaged weights are options; what they gain is in
@@ -55,7 +55,7 @@ from beyond.matching import COUPLINGS, in_proportion, matching_loss, start_at_sc
 from sets import count
 from solvers import SolverError, Stats
 from support import metrics, models, options, training
-from support.flow_commands import sample, score
+from support.flow_commands import sample, score, with_conditions
 from support.flow_pictures import draw_beside, draw_page, draw_run
 from support.flows import (
     check_memory,
@@ -170,9 +170,8 @@ def parse(argv=None):
 def check(parser, args, argv):
     """Options that go together, and those that come from another run."""
     if args.recipe is not None:
-        return options.repeat(parser, args)
+        return options.repeat(parser, args, argv)
     usual = {name: parser.get_default(name) for name in ONLY_WITH}
-    options.check_data(parser, args, data.NAMES)
     if bool(args.sample) + args.evaluate + (args.score is not None) != bool(args.load):
         parser.error("--load RUN goes with one of --sample K, --score PATH and --evaluate")
     if args.finetune and args.load:
@@ -181,6 +180,7 @@ def check(parser, args, argv):
         parser.error("--path goes with --sample K")
     if args.load:
         args = options.parse_finished(args.load, parser, argv, TRAINING)
+        usual |= {"probes": parser.get_default("probes")}  # those of the run are not typed
         options.refuse(parser, args, MODEL_OPTIONS, "is not that of the model in --load RUN")
     elif options.goes_on(args):
         args = options.parse_as_in(args.out, parser, argv)
@@ -189,6 +189,7 @@ def check(parser, args, argv):
         names += ("coupling", "finest", "spare") if args.objective == "matching" else ()
         args = options.parse_as_in(args.finetune, parser, argv, names)
         options.refuse(parser, args, ("heads",), "is not that of the model in --finetune RUN")
+    options.check_data(parser, args, data.NAMES)
     for name, (other, *values) in ONLY_WITH.items():
         if args.load and name in TRAINING:  # of the run, whose training is over
             continue
@@ -214,11 +215,22 @@ def check(parser, args, argv):
         parser.error(f"argument --heads: {args.heads} does not divide {args.hidden[-1]}")
     if args.fine and args.blocks > 1:
         parser.error("argument --fine: only with --blocks 1, where t is the noise level")
-    if args.field == "transformer" and args.trace == "sampled":
-        parser.error("argument --trace: sampled requires a cheap exact trace, of another --field")
+    check_sampled(parser, args)
     if args.field == "transformer" and len(set(args.hidden)) > 1:
         parser.error("argument --hidden: a transformer requires one width, once for every layer")
     return args
+
+
+def check_sampled(parser, args):
+    """An error unless --trace sampled belongs to training by likelihood and an adaptive solver."""
+    if args.trace != "sampled" or (args.load and parser.get_default("trace") == "sampled"):
+        return
+    if args.field == "transformer":
+        parser.error("argument --trace: sampled requires a cheap exact trace, of another --field")
+    if args.load or args.objective == "matching":
+        parser.error("argument --trace: sampled is for training with --objective likelihood")
+    if args.method != "dopri5":
+        parser.error("argument --trace: sampled requires --method dopri5, which controls its error")
 
 
 def load_sets(args):
@@ -414,6 +426,7 @@ def evaluate_only(args):
     test = load_sets(args).test
     if test.dim != model.dim:
         raise training.UsageError(f"--load {args.load}: a model of {model.dim}-D, not {test.dim}-D")
+    test = with_conditions(args, model, test, f"--data {args.data}")
     sets = args.batch_size // world.size
     check_memory(args, world, data.span(test.points)[1], sets, pairs=True)
     found = test_metrics(args, model.to(world.device), test, world)

@@ -157,7 +157,7 @@ def parse(argv=None):
     add("--at", type=series.times, help=help)
     args = parser.parse_args(argv)
     if args.recipe is not None:
-        return options.repeat(parser, args)
+        return options.repeat(parser, args, argv)
     finished = args.load or args.fit_prior
     if args.finetune and finished:
         parser.error("--finetune trains: leave out --load and --fit-prior")
@@ -306,8 +306,14 @@ def tolerance_error(model, split, args, world):
 
 def load_classifier(args):
     """The classifier of still digits in --classifier, or None."""
-    if args.classifier:
-        return series_runs.load_model("--classifier", args.classifier, exnode.SetClassifier)
+    if not args.classifier:
+        return None
+    kind = exnode.SetClassifier, "a SetClassifier"
+    model = training.load_model("--classifier", args.classifier, exnode.load, *kind)
+    if (found := (model.in_dim, model.head[-1].out_features)) != (2, 10):
+        fault = "{}-D sets in {} classes, not 2-D digits in 10".format(*found)
+        raise training.UsageError(f"--classifier {args.classifier}: {fault}")
+    return model
 
 
 def test_metrics(model, split, args, world):
@@ -420,7 +426,7 @@ def fit_prior(args, model, splits, world):
         state = prior.as_state(flow, model, args.width or 1)
         training.write_checkpoint(Path(args.out) / "prior.pt", state)
     world.wait()
-    series_runs.attach_prior(args.out, model)
+    models.attach_prior(args.out, model)
 
 
 # --------------------------------------------------------------------------------- finished runs

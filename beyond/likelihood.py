@@ -28,17 +28,16 @@ def sampled_log_prob(
     mask: Tensor | None = None,
     context: Tensor | None = None,
     generator: torch.Generator | None = None,
-    stats=None,
 ) -> Tensor:
     """An unbiased estimate of flow.log_prob(x) per set, from one exact trace per block."""
     x, mask, context = flow.read(x, mask, context)
     z, log_det = flow.to_units(x, mask), -count(x, mask) * flow.std.log().sum()
     for block in flow.blocks:
         tau = block.t1 * even_draws(x.shape[:-2], generator).to(x)
-        here = travel(block, z, torch.zeros_like(tau), tau, mask, context, stats)
+        here = travel(block, z, torch.zeros_like(tau), tau, mask, context)
         _, trace = block.field.value_and_trace(tau, here, mask, context)
         log_det = log_det + block.t1 * trace
-        z = travel(block, here, tau, torch.full_like(tau, block.t1), mask, context, stats)
+        z = travel(block, here, tau, torch.full_like(tau, block.t1), mask, context)
     return base_log_prob(z, mask) + log_det
 
 
@@ -49,12 +48,12 @@ def even_draws(shape, generator=None):
     return (places / n).view(shape)
 
 
-def travel(block, z, start, end, mask, context, stats):
+def travel(block, z, start, end, mask, context):
     """z at the time `end` of each set, from `start`: dz/du = (end − start) f for u in [0, 1]."""
     span = end - start
 
     def f(u, z):
         return span[..., None, None] * block.field(start + u * span, z, mask, context)
 
-    how = block, block.inputs(context), None, mask, stats
+    how = block, block.inputs(context), None, mask
     return keep(ode_solve(f, keep(z, mask), (0.0, 1.0), *how)[-1], mask, z)

@@ -21,7 +21,6 @@ Shapes are those of exnode.py: x `(..., n, d)`, mask `(..., n)`, context `(..., 
 """
 
 import math
-from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -189,16 +188,19 @@ def assign(x, z, mask=None, sweeps=3):
     return z.movedim(0, -1)
 
 
-@cache
 def round_robin(n):
-    """Whom each of n meets, `(rounds, n)`, every other once; who rests in a round meets itself."""
-    even = n + n % 2  # with an odd n, whoever meets the extra one rests
-    ring, rounds = list(range(1, even)), []
-    for r in range(even - 1):
-        order = [0, *ring[r:], *ring[:r]]
-        met = dict(zip(order, reversed(order)))
-        rounds.append([met[i] if met[i] < n else i for i in range(n)])
-    return torch.tensor(rounds)
+    """Whom each of n meets, `(rounds, n)`, every other once; who rests in a round meets itself.
+
+    With an odd number of rounds, i and j meet in round r if i + j = r modulo rounds, and one i has
+    2i = r: it rests, or with an even n meets the last.
+    """
+    rounds, i = n - 1 + n % 2, torch.arange(n)
+    r = torch.arange(rounds)[:, None]
+    met = (r - i) % rounds
+    if n % 2 == 0:
+        met = torch.where(met == i, n - 1, met)
+        met[:, -1:] = r * (n // 2) % rounds  # n/2 is the inverse of 2
+    return met
 
 
 # -------------------------------------------------------------------------------- sets over time

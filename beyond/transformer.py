@@ -41,7 +41,7 @@ def near(dim, width, heads):
     """
     layer, size = nn.Linear(dim + 1, 3 * width), width // heads
     if size <= dim:
-        raise ValueError(f"width {width} in {heads} heads: at least {dim + 1} per head are required")
+        raise ValueError(f"width {width} in {heads} heads: each requires at least {dim + 1}")
     with torch.no_grad():
         layer.weight.zero_(), layer.bias.zero_()
         a = torch.logspace(math.log10(0.3), 1, heads)[:, None] * size**0.25  # scores are over √size

@@ -11,7 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import exnode
 import train_flow
-from support import flow_pictures, flows, pages, series_runs, viewer
+from support import flow_pictures, flows, models, pages, viewer
 from support.viewer import Cloud
 
 ROOT = Path(__file__).parent.parent
@@ -40,8 +40,7 @@ def flow_sets(section, name, sets, points, frames):
 def turning_sets(series=12, points=100, times=31):
     """Series with the paper's boxes between trained times and beyond them."""
     run = ROOT / "pretrained" / "turning"
-    model = exnode.load(run)
-    series_runs.attach_prior(run, model)
+    model = models.load(run, learned_prior=True)
     t = torch.linspace(0, 1.5, times, dtype=torch.float64).tolist()
     noise = torch.Generator().manual_seed(0)
     x = model.sample(series, t, points, noise, continuous=True).numpy()

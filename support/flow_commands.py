@@ -114,7 +114,7 @@ def score(args):
     sizes, sets = split.sizes, args.batch_size // world.size
     flows.check_memory(args, world, int(sizes.max()), sets, pairs=True)
     label = split.label_names
-    split = with_conditions(args, model, split)
+    split = with_conditions(args, model, split, f"--score {args.score}")
     values = flows.log_probs(
         args, model.to(world.device), split, world, flows.dopri5(args.tolerance)
     )
@@ -133,18 +133,18 @@ def score(args):
     return {"names": split.names, "nats_per_point": values, "points": sizes}
 
 
-def with_conditions(args, model, split):
+def with_conditions(args, model, split, where):
     """A split that has what the flow is conditioned on, its labels numbered as in the run."""
     if args.condition == "context":
         if split.context is None:
-            raise training.UsageError(f"--score {args.score}: no context, which the flow needs")
-        check_context(model, split.context.shape[1], f"--score {args.score}")
+            raise training.UsageError(f"{where}: no context, which the flow needs")
+        check_context(model, split.context.shape[1], where)
     if args.condition != "label":
         return split
     names = list(sizes_of(args))
     if split.classes == UNLABELLED:
-        raise training.UsageError(f"--score {args.score}: no labels, which the flow needs")
+        raise training.UsageError(f"{where}: no labels, which the flow needs")
     if strange := sorted(set(split.classes) - set(names)):
-        raise training.UsageError(f"--score {args.score}: no class {strange[0]!r} in {args.load}")
+        raise training.UsageError(f"{where}: no class {strange[0]!r} in {args.load}")
     number = np.array([names.index(name) for name in split.classes])
     return replace(split, labels=number[split.labels], classes=tuple(names))

@@ -15,7 +15,7 @@ from sets import count
 from solvers import METHODS
 from support import training
 
-SAMPLE_STEPS = 4  # of rk4, in the whole chain, for samples of a flow trained by matching
+SAMPLE_STEPS = 4  # of rk4, in the whole chain or one per block, for samples after matching
 EXPLODED = 1e4  # deviations of the data, beyond which no point of a sample can be
 
 
@@ -41,9 +41,10 @@ def dopri5(tolerance):
 
 
 def sampler(args):
-    """The solver of samples: dopri5, or for a flow trained by matching SAMPLE_STEPS steps of rk4.
+    """The solver of samples: dopri5, or for a flow trained by matching a few steps of rk4.
 
-    Steps even in t come as close to the solution as dopri5 at 1e-3 does: benchmarks/sampling.py.
+    Those are SAMPLE_STEPS, or one for each block of a longer chain. Steps even in t come as close
+    to the solution as dopri5 at 1e-3 does: benchmarks/sampling.py.
     """
     if args.objective != "matching":
         return dopri5(args.tolerance)

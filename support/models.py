@@ -7,10 +7,12 @@ import torch
 from torch import nn
 
 import sets
+from beyond import prior
 from beyond.transformer import TransformerField
 from exnode import SetClassifier, SetFlow, TemporalSetVAE, one_width
 from support.arguments import one_of
-from support.checkpoints import one_line, read_checkpoint
+from support.checkpoints import load_weights, one_line, read_checkpoint
+from support.options import UsageError
 
 CLASSIFIERS = {  # the rows of Table 1
     "exnode-deepsets": partial(SetClassifier, field="deepsets"),
@@ -43,16 +45,40 @@ def build(config, dim, classes=None, context=0) -> nn.Module:
     return SetFlow(dim, t1=0.5, context=context, **how)
 
 
-def load(run) -> nn.Module:
-    """The trained model of a run directory, ready to use."""
+def load(run, learned_prior=None) -> nn.Module:
+    """The trained model of a run directory, ready to use.
+
+    learned_prior: whether a TemporalSetVAE has that of the run; None for what its options say.
+    """
     path = Path(run) / "best.pt"
     state = read_checkpoint(path)
     with one_line(path):
-        return restore(state["config"], state["model"]).eval()
+        config = state["config"]
+        model, weights = restore(config, state["model"])
+    load_weights(model, weights, path)
+    if config.get("prior") == "flow" if learned_prior is None else learned_prior:
+        attach_prior(run, model)
+    return model.eval()
+
+
+def attach_prior(run, model):
+    """Give a model the learned prior in a run directory, and the width of posteriors there."""
+    path = Path(run) / "prior.pt"
+    if not path.exists():
+        way = f"train_temporal.py --fit-prior {run} fits one"
+        raise UsageError(f"--prior flow: {run} has no learned prior: {way}")
+    state = read_checkpoint(path)
+    try:
+        prior.check(state, model)
+    except ValueError as e:
+        raise UsageError(f"{path}: {e}: --fit-prior {run} fits another") from None
+    flow = prior.make(model.latent)
+    load_weights(flow, state.get("prior"), path)
+    prior.attach(flow, state["width"], model)
 
 
 def restore(config, weights):
-    """The model of a run with its weights, whose shapes tell the dimensions and classes."""
+    """The model of a run and its weights, whose shapes tell the dimensions and classes."""
     if "model" in config:
         first = {"deepsets": "layers.0", "settransformer": "blocks.0.gather.k"}
         dim = weights[first.get(config["model"], "expand.0") + ".weight"].shape[1]
@@ -60,8 +86,7 @@ def restore(config, weights):
         dim = len(weights["decoder.mean" if "decoder" in config else "mean"])
     model = build(config, dim, len([*weights.values()][-1]), context_of(config, weights))
     # moments are a part of training only: beyond/matching.py
-    model.load_state_dict({k: v for k, v in weights.items() if not k.startswith("moments.")})
-    return model
+    return model, {k: v for k, v in weights.items() if not k.startswith("moments.")}
 
 
 def context_of(config, weights):

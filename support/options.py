@@ -228,13 +228,14 @@ def parse_as_in(run, parser, argv, names=None):
     return parser.parse_args(argv)
 
 
-def repeat(parser, args):
+def repeat(parser, args, argv):
     """--as RESULTS: args whose `recipe` has the words of a command for each stage."""
     if args.load:
         parser.error("--as RESULTS trains: leave out --load")
     found, run = read_stages(args.recipe), None
-    usual = parser.parse_args([])
-    typed = {k: v for k, v in vars(args).items() if v != getattr(usual, k)}
+    unset = object()  # where nothing is typed, also where what is typed equals the default
+    blank = argparse.Namespace(**dict.fromkeys(vars(args), unset))
+    typed = {k: v for k, v in vars(parser.parse_args(argv, blank)).items() if v is not unset}
     if args.finetune:  # which replaces the stages before
         found = found[-1:]
     elif isinstance(found[0], str):

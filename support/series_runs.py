@@ -8,6 +8,7 @@ point y over time there (Eq. 13 draws y anew at each time), so that it moves con
 distribution of the set at each time is the same.
 """
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,7 @@ import torch
 
 import data
 import exnode
-from beyond import prior
-from support import options, pages, training
+from support import models, options, pages, training
 from support.files import write_whole
 from support.series import (
     as_mask,
@@ -34,33 +34,13 @@ from support.series import (
 from support.series_pictures import draw_moving, draw_rows
 
 
-def load_model(option, run, kind):
-    """The trained model of a run, of the class `kind`."""
-    return training.load_model(option, run, exnode.load, kind, f"a {kind.__name__}")
-
-
 def restore(args):
     """The best model of --load, with its prior if --prior says so, and where it is."""
-    world, model = training.connect(args), load_model("--load", args.load, exnode.TemporalSetVAE)
-    if args.prior == "flow" and not args.fit_prior and args.reconstruct is None:
-        attach_prior(args.load, model)
+    learned = args.prior == "flow" and not args.fit_prior and args.reconstruct is None
+    load = partial(models.load, learned_prior=learned)
+    kind = exnode.TemporalSetVAE, "a TemporalSetVAE"
+    world, model = training.connect(args), training.load_model("--load", args.load, load, *kind)
     return world, model.to(world.device)
-
-
-def attach_prior(run, model):
-    """Give a model the learned prior in its run directory, and the width of posteriors there."""
-    path = Path(run) / "prior.pt"
-    if not path.exists():
-        way = f"train_temporal.py --fit-prior {run} fits one"
-        raise training.UsageError(f"--prior flow: {run} has no learned prior: {way}")
-    state = training.read_checkpoint(path)
-    try:
-        prior.check(state, model)
-    except ValueError as e:
-        raise training.UsageError(f"{path}: {e}: --fit-prior {run} fits another") from None
-    flow = prior.make(model.latent)
-    training.load_weights(flow, state.get("prior"), path)
-    prior.attach(flow, state["width"], model)
 
 
 def check_memory(args, world, points, sets, each, whole=0):

@@ -591,8 +591,14 @@ def test_arrays_lists_and_other_precisions_are_read_as_the_model_s_own():
         how = {"mask": mask, "generator": seeded()}
         close(vae.elbo(kind(x), kind(t), mask, seeded()), vae.elbo(single, t, mask, seeded()))
         close(vae.reconstruct(kind(x), t.tolist(), **how).shape, x.shape)
+        how = {"context": kind(z[:, 0]), "mask": mask[:, 0].tolist(), "generator": seeded()}
+        wanted = flow.sample(2, 4, seeded(), z[:, 0], mask[:, 0])
+        close(flow.sample(2, 4, **how), wanted, 1e-6)
     close(classifier(x.numpy(), mask.numpy()), classifier(single, mask))
     close(classifier(x.long()), classifier(single.long().float()))
+    z0, how = torch.randn(2, 3), {"points": 4, "generator": seeded()}
+    made = vae.decode(z0, t, mask=mask.tolist(), **how)
+    close(made, vae.decode(z0, t, 4, seeded(), mask=mask), 1e-6)
     block = make_flow().blocks[0]
     close(block(x.numpy()), block(x))
 
@@ -839,6 +845,7 @@ BAD = [
     (flow_call("log_prob", X, None, torch.ones(2, 5)), "context must .*0 .*5"),
     (flow_call("log_prob", X, None, None, context=5), "context must .*5 .*0"),
     (flow_call("log_prob", X, None, torch.ones(3, 5), context=5), r"context must .*\(3, 5\)"),
+    (flow_call("log_prob", X, how={"noise": X[None], "trace": "exact"}), "noise is for .*exact"),
     (flow_call("log_prob", X, how={"noise": X}), r"noise must .*\(2, 3, 2\)"),
     (flow_call("log_prob", X, how={"noise": X[None, :, :2]}), r"noise must .*\(1, 2, 2, 2\)"),
     *[(vae_call("elbo", S, t), says) for t, says in TIMES],

@@ -72,8 +72,12 @@ def test_what_is_no_run_is_a_value_error_that_names_the_file(tmp_path):
     ]  # fmt: skip
     for changed in wrong:
         save_run(tmp_path, config, flow, **changed)
-        with pytest.raises(ValueError, match=r"best\.pt: damaged, or not of this program"):
+        with pytest.raises(ValueError, match=r"best\.pt: (damaged, or not of this program|of an)"):
             exnode.load(tmp_path)
+    save_run(tmp_path, config, flow, model=weights | {"mean": weights["mean"] / 0})
+    with pytest.raises(ValueError, match=r"best\.pt: its weights are not finite \(mean\)"):
+        exnode.load(tmp_path)
+    save_run(tmp_path, config, flow)
     whole = (tmp_path / "best.pt").read_bytes()
     for content in (b"", b"no", whole[:1000], pickle.dumps(os.getcwd)):
         (tmp_path / "best.pt").write_bytes(content)

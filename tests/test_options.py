@@ -161,6 +161,16 @@ def test_results_are_the_recipe_of_all_their_stages(tmp_path):
     assert train_flow.parse(typed).finetune == str(tmp_path / "again" / "stage1")
 
 
+def test_what_is_typed_counts_for_a_recipe_also_where_it_is_the_default(tmp_path):
+    config = {"model": "deepsets", "seed": 2, "amp": True, "keep": "last", "epochs": 3}
+    path = results(tmp_path / "results.json", config=config)
+    typed = ["--seed", 0, "--no-amp", "--keep", "best", "--epochs", 120]
+    for words, wanted in ((typed, (0, False, "best", 120)), ([], (2, True, "last", 3))):
+        args = train_cls.parse(commands(train_cls, path, *words)[0])
+        assert (args.seed, args.amp, args.keep, args.epochs) == wanted
+        assert args.model == "deepsets"
+
+
 def test_results_of_several_seeds_are_repeated_as_several(tmp_path):
     config = options.configuration(train_cls.parse(["--model", "deepsets", "--no-augment"]))
     path = results(tmp_path / "results.json", mean=0.5, runs=[{"config": config}] * 3)

@@ -493,15 +493,39 @@ def test_scores_are_probabilities_of_classes_for_each_set_as_in_the_file(own, tm
         assert [float(table[k][c]) for c in "abc"] == pytest.approx(shares, abs=1e-4)
 
 
+def test_a_class_without_test_sets_has_no_accuracy(own, tmp_path):
+    x, _, label = write_own(tmp_path / "own.npz")
+    names, split = np.array(["a", "b", "c"])[label], np.where(label < 2, "test", "train")
+    split[:30] = "train"
+    np.savez(tmp_path / "own.npz", x=x, label=names, split=split)
+    how = ["--load", str(own[0] / "run"), "--evaluate", "--data", str(tmp_path / "own.npz")]
+    test = train_cls.main([*how, "--out", str(tmp_path / "out")])["test"]
+    assert test["per_class"]["c"] is None
+    assert test["class_accuracy"] == (test["per_class"]["a"] + test["per_class"]["b"]) / 2
+    assert (tmp_path / "out" / "evaluation.png").exists()
+
+
+def test_scores_of_a_run_in_bfloat16_are_probabilities(own, tmp_path):
+    base, _ = own
+    shutil.copytree(base / "run", tmp_path / "run")
+    config = json.loads((base / "run" / "config.json").read_text()) | {"amp": True}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    how = ["--load", str(tmp_path / "run"), "--score", str(base / "own.npz")]
+    shares = train_cls.main([*how, "--out", str(tmp_path)])["probabilities"]
+    torch.testing.assert_close(shares.sum(-1), torch.ones(60))
+
+
 def test_what_is_wrong_with_own_sets_is_one_line(own, tmp_path, capsys):
     base, _ = own
     x, *_ = write_own(tmp_path / "own.npz")
     np.save(tmp_path / "bare.npy", x)
     np.save(tmp_path / "flat.npy", x[..., :1])
+    np.savez(tmp_path / "other.npz", x=x, label=["a", "b", "z"] * 20)
     cases = {
         ("--data", tmp_path / "bare.npy", "--out", tmp_path / "run"): "no labels",
         ("--load", base / "run", "--score", tmp_path / "flat.npy"): "1-D, the model 2-D",
         ("--load", base / "run", "--score", tmp_path / "nowhere.npy"): "nowhere.npy",
+        ("--load", base / "run", "--evaluate", "--data", tmp_path / "other.npz"): "are of a, b, z",
         ("--load", base / "run", "--score", tmp_path / "flat.npy", "--evaluate"): "one of",
         ("--score", tmp_path / "flat.npy"): "--load RUN",
     }

@@ -362,6 +362,9 @@ def test_wrong_usage_is_one_line_and_exit_code_2(runs, tmp_path, capsys):
         ("--trace", "exact", "--probes", "2"): "only with --trace hutchinson",
         ("--trace", "sampled", "--probes", "2"): "only with --trace hutchinson",
         ("--trace", "sampled", "--field", "transformer"): "exact trace",
+        ("--trace", "sampled", "--objective", "matching"): "training with --objective likelihood",
+        ("--trace", "sampled", "--method", "rk4"): "requires --method dopri5",
+        ("--load", out, "--evaluate", "--trace", "sampled"): "training with --objective likelihood",
         ("--amp",): "only with --trace sampled",
         ("--amp", "--objective", "matching"): "only with --trace sampled",
         ("--gradient", "backprop", "--points", "5000", "--out", tmp_path / "u"): "GiB",
@@ -508,6 +511,25 @@ def test_labels_mean_the_same_in_a_file_that_has_not_all_of_them(labelled, tmp_p
         assert value == pytest.approx(every[str(2 * int(name) + 1)], abs=2e-3)
 
 
+def test_an_evaluation_on_a_file_that_has_not_all_labels_conditions_on_the_right_ones(
+    labelled, tmp_path
+):
+    base, results = labelled
+    x, _, many = write_own(tmp_path / "own.npz")
+    np.savez(tmp_path / "many.npz", x=x[many == 1], label=["many"] * many.sum())
+    how = ["--load", str(base / "run"), "--evaluate", "--data", str(tmp_path / "many.npz")]
+    test = train_flow.main([*how, "--noise", "1e-9", "--out", str(tmp_path / "out")])["test"]
+    assert test["wrong_label"]["ppll"] < test["ppll"] - 1
+    assert test["ppll"] > results["test"]["ppll"] - 1
+
+
+def test_options_that_a_run_has_are_not_typed_when_it_is_evaluated(runs, tmp_path):
+    config = json.loads((runs["matching"][0] / "config.json").read_text())
+    run = copy_of(tmp_path / "run", config | {"trace": "hutchinson", "probes": 4})
+    args = train_flow.parse(["--load", str(run), "--evaluate", "--trace", "exact"])
+    assert (args.trace, args.probes) == ("exact", 4)
+
+
 def test_sets_that_are_unlike_the_training_sets_have_low_percentiles(labelled, tmp_path, capsys):
     base, _ = labelled
     x, _, many = write_own(tmp_path / "own.npz", sets=20)
@@ -572,6 +594,9 @@ def test_what_is_wrong_with_own_sets_is_one_line(labelled, contextual, tmp_path,
         ("--load", run, "--evaluate", "--label", "few"): "go with --sample",
         ("--load", other, "--score", paths["flat"]): "no context",
         ("--load", other, "--score", paths["two"]): "2 numbers",
+        ("--load", other, "--evaluate", "--data", paths["two"]): "2 numbers",
+        ("--load", other, "--evaluate", "--data", paths["flat"]): "no context",
+        ("--load", run, "--evaluate", "--data", paths["bare"]): "no labels",
         ("--load", other, "--sample", "3"): "--context",
         ("--load", other, "--sample", "3", "--context", "1,2"): "2 numbers",
         ("--load", other, "--sample", "3", "--label", "few"): "not conditioned on labels",

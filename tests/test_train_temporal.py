@@ -21,7 +21,7 @@ import train_cls
 import train_temporal
 from beyond import prior
 from exnode import TemporalSetVAE
-from support import own_sets, series, series_scores, training
+from support import models, own_sets, series, series_scores, training
 from support.metrics import chamfer
 from support.pictures import COLOURS
 
@@ -319,6 +319,11 @@ def test_a_run_that_is_told_to_fits_its_prior_and_remembers_it(tmp_path, monkeyp
     assert results["test"]["prior"] == "flow"
     assert (out / "prior.pt").exists()
     assert train_temporal.main(["--load", str(out), "--evaluate"])["test"] == results["test"]
+    model, plain = exnode.load(out), models.load(out, learned_prior=False)
+    assert model.prior is not None
+    assert plain.prior is None
+    series = plain.sample(2, [0.0, 1.0], 5, torch.Generator().manual_seed(0))
+    assert not torch.equal(model.sample(2, [0.0, 1.0], 5, torch.Generator().manual_seed(0)), series)
 
 
 def test_a_prior_that_is_not_there_or_not_of_this_run_is_one_line_and_exit_code_2(
@@ -520,7 +525,12 @@ def test_series_that_no_test_has_read_can_be_tested(run, tmp_path, capsys):
 
 
 def test_a_wrong_classifier_is_one_line_and_exit_code_2(run, digits, tmp_path, capsys):
-    for wrong in (tmp_path / "nowhere", run):
+    of_shapes = tmp_path / "shapes"
+    of_shapes.mkdir()
+    model = models.build({"model": "exnode-deepsets"}, 3, 40)
+    state = {"model": model.state_dict(), "config": {"model": "exnode-deepsets"}}
+    training.write_checkpoint(of_shapes / "best.pt", state)
+    for wrong in (tmp_path / "nowhere", run, of_shapes):
         for options in ([*MATCHING, "--out", tmp_path / "new"], ["--load", run, "--evaluate"]):
             code, err = run_here(capsys, *options, "--classifier", wrong)
             assert (code, err.count("\n")) == (2, 1)

@@ -50,7 +50,7 @@ def test_a_fine_view_sees_the_others_along_each_axis_and_around_a_point(dim, n, 
         (lambda: TransformerField(2, 9, 2, 4), "heads must divide the width 9.*4"),
         (lambda: TransformerField(2, 0), "heads must divide the width 0"),
         (lambda: TransformerField(2, 8, 0), "layers must .*0"),
-        (lambda: TransformerField(2, 8, 2, 4), "width 8 in 4 heads: at least 3 per head"),
+        (lambda: TransformerField(2, 8, 2, 4), "width 8 in 4 heads: each requires at least 3"),
     ],
 )
 def test_bad_settings_are_value_errors_that_name_them(make, says):
