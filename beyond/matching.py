@@ -212,8 +212,9 @@ def temporal_matching_loss(
     """The matching loss of a TemporalSetVAE's decoder given z_t, and the KL per series.
 
     With `times`, the decoder is trained at that number of random times of each series; the encoder
-    sees all. With `pieces`, half of the loss is over pieces of that number of points: a piece does
-    not see the rest of its set, so it depends on z_t, which attention over whole sets can ignore.
+    sees all. With `pieces`, half of the loss is over random pieces of that number of points: such
+    a piece does not see the rest of its set, so it depends on z_t, which attention over whole sets
+    can ignore.
     `moments` is the weight of the error of `vae.moments`, at all of t.
     """
     if moments and not hasattr(vae, "moments"):
@@ -235,7 +236,9 @@ def temporal_matching_loss(
     whole = matching_loss(vae.decoder, x, mask, z, coupling, generator)
     if not pieces:
         return loss + whole, posterior.kl()
-    part = x[..., : x.shape[-2] // pieces * pieces, :].unflatten(-2, (-1, pieces))
+    draws = torch.rand(x.shape[:-1], dtype=x.dtype, device=x.device, generator=generator)
+    order = draws.argsort(-1)[..., : x.shape[-2] // pieces * pieces, None]  # not that of a file
+    part = x.take_along_dim(order, -2).unflatten(-2, (-1, pieces))
     z = z[..., None, :].expand(*part.shape[:-2], -1)
     parts = matching_loss(vae.decoder, part, None, z, coupling, generator)
     return loss + (whole + parts) / 2, posterior.kl()
