@@ -134,9 +134,7 @@ def check(parser, args, argv):
     elif args.finetune:
         args = options.parse_as_in(args.finetune, parser, argv, MODEL_OPTIONS)
     options.check_data(parser, args, data.NAMES)
-    if args.load:
-        return args
-    if args.stages:
+    if args.stages and not args.load:
         points, epochs, _ = parse_stages(args.stages)[-1]
         known = (args.points, args.epochs) == (points, epochs)  # of a run that goes on or again
         names = ("minutes",) if known else ("points", "epochs", "minutes")
@@ -381,7 +379,7 @@ def class_names(args):
     if found := training.read_sets(args.load):
         return list(found["sizes"])
     config = training.read_config(args.load)
-    return list(data.class_names(config["data"], "classify", config["category"]))
+    return list(data.class_names(config.get("data", args.data), "classify", config.get("category")))
 
 
 def main(argv=None):

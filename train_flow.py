@@ -147,10 +147,8 @@ def parse(argv=None):
     help = "Smallest noise that matching resolves, as a share of the data's deviation."
     add("--finest", type=number(float, 1e-6, below=1), default=0.1, help=help)
     help = "Number of further points of each shape, with which matching replaces a target by its"
-    help += (
-        " mean given the noisy point: far less noise in training. For ModelNet (1536 of 2048) and"
-    )
-    help += " built-in sets."
+    help += " mean given the noisy point: far less noise in training. For ModelNet (1536 of 2048)"
+    help += " and built-in sets."
     add("--spare", type=number(int, 0, below=10**9), default=0, metavar="K", help=help)
     add = parser.group("from a finished run")
     add("--sample", type=number(int, 1), metavar="K", help="Draw K sets from --load RUN.")

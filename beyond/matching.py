@@ -214,8 +214,7 @@ def temporal_matching_loss(
     With `times`, the decoder is trained at that number of random times of each series; the encoder
     sees all. With `pieces`, half of the loss is over random pieces of that number of points: such
     a piece does not see the rest of its set, so it depends on z_t, which attention over whole sets
-    can ignore.
-    `moments` is the weight of the error of `vae.moments`, at all of t.
+    can ignore. `moments` is the weight of the error of `vae.moments`, at all of t.
     """
     if moments and not hasattr(vae, "moments"):
         raise ValueError(f"moments={moments}: attach a head first, vae.moments = Moments(…)")

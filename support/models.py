@@ -56,7 +56,9 @@ def load(run, learned_prior=None) -> nn.Module:
         config = state["config"]
         model, weights = restore(config, state["model"])
     load_weights(model, weights, path)
-    if config.get("prior") == "flow" if learned_prior is None else learned_prior:
+    if learned_prior is None:
+        learned_prior = config.get("prior") == "flow"
+    if learned_prior:
         attach_prior(run, model)
     return model.eval()
 
