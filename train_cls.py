@@ -25,9 +25,7 @@ Departures from the paper
   the state of the ODE and the loss stay in float32. Where a device lacks it, one line says so and
   all is in float32. Matching and series do not have it: in bfloat16 the matching error of the
   trained flow of chairs is 1.04 instead of 0.85.
-- `--stages` trains with few points first; only the last stage is tested. `--teacher` mixes what
-  finished classifiers say of more points of each training shape into its label (Hinton et al.,
-  2015), once, before training.
+- `--stages` trains with few points first; only the last stage is tested.
 - The first layers of the baselines begin in the units of the data: their authors scale each set to
   a deviation of 1, which would hide the size of a person's own sets. ExNODE's has a batch norm.
 - Before an evaluation the statistics of batch normalisation are computed anew from RENEWED training
@@ -40,11 +38,9 @@ import copy
 import itertools
 import math
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -55,10 +51,7 @@ from support import models, options, pages, pictures, training
 from support.splits import UNLABELLED
 
 MODEL_OPTIONS = (*options.DATA, "category", "points", "model", "valid", "seed")
-TRAINING = (  # not for --load
-    "augment", "valid", "smoothing", "stages", "finetune", "keep", "teacher",
-)  # fmt: skip
-CLASSIFIERS = exnode.SetClassifier, DeepSets, SetTransformer
+TRAINING = ("augment", "valid", "smoothing", "stages", "finetune", "keep")  # not for --load
 INTERVALS = 6  # of the run, each with half the learning rate of the one before
 UNIT_SETS = 2000  # training sets that give the first layers their units
 PAGE_SETS = 32  # of a run's page
@@ -96,9 +89,6 @@ def parse(argv=None):
     help = "Train in stages, each from the best weights of the one before: points:epochs or"
     help += " points:epochs:lr for each, such as 50:30,100:19:5e-4. Only the last is tested."
     add("--stages", type=stages, metavar="N:E,N:E:LR", help=help)
-    help = "Let half of each label be what classifiers say of the same shape, the mean of one or"
-    help += " more RUNs: each sees one draw of as many points as it was trained with."
-    add("--teacher", type=options.path, metavar="RUN,RUN", help=help)
     help = "Start from the best weights of a RUN, whose data and model options are the defaults."
     add("--finetune", type=options.path, metavar="RUN", help=help)
     add = parser.group("from a finished run")
@@ -233,11 +223,11 @@ def renew_statistics(model, batches, world):
 def train(args, world):
     """Each of --stages from the best weights of the one before; the last is selected and tested."""
     *before, last = each_stage(args)
-    labels, found = taught(args, world) if args.teacher else None, []
+    found = []
     for stage in before:
         with training.directory(stage, world, "best") as results:
-            found.append(results or train_stage(stage, world, labels)[0].finish(None))
-    run, test = train_stage(last, world, labels)
+            found.append(results or train_stage(stage, world)[0].finish(None))
+    run, test = train_stage(last, world)
     metrics = test_metrics(run.model, test, args.batch_size, world)
     training.say(f"test accuracy {metrics['accuracy']:.4f}")
     if world.rank == 0:
@@ -263,18 +253,12 @@ def each_stage(args):
     return found
 
 
-def train_stage(args, world, labels=None):
-    """The Run, with its best weights, and the test sets, which nothing has read.
-
-    labels: probabilities of the classes, in place of the label of each set of the source.
-    """
+def train_stage(args, world):
+    """The Run, with its best weights, and the test sets, which nothing has read."""
     splits = load_checked(args, world)
     if world.rank == 0:
         training.write_sets(args.out, splits.train)
-    train = splits.train
-    if labels is not None:  # those of a batch are then rows of `labels`
-        train = replace(train, labels=np.arange(len(labels)))
-    batches = data.epochs(train, args.batch_size, args.seed, **world.share)
+    batches = data.epochs(splits.train, args.batch_size, args.seed, **world.share)
 
     def start(model):
         if args.finetune:
@@ -285,8 +269,7 @@ def train_stage(args, world, labels=None):
     def loss(model, batch):
         with world.autocast():
             logits = model(batch.x, batch.mask).float()
-        wanted = batch.label if labels is None else labels[batch.label]
-        return F.cross_entropy(logits, wanted, label_smoothing=args.smoothing)
+        return F.cross_entropy(logits, batch.label, label_smoothing=args.smoothing)
 
     def evaluate(model):
         renew_statistics(model, batches, world)
@@ -299,31 +282,6 @@ def train_stage(args, world, labels=None):
     if world.rank == 0:
         draw_curves(Path(args.out), args.model)
     return run, splits.test
-
-
-@torch.no_grad()
-def taught(args, world):
-    """Labels of training sets as probabilities: half the class, half the mean over --teacher RUNs.
-
-    A row for each set of the source. The teachers see sets that are not augmented.
-    """
-    split, runs = load_sets(args).train, args.teacher.split(",")
-    labels = F.one_hot(torch.as_tensor(split.labels), len(split.classes)).float().to(world.device)
-    for run in runs:
-        model = training.load_model("--teacher", run, exnode.load, CLASSIFIERS, "of a classifier")
-        if (known := class_names(run, args.data)) != list(split.classes):
-            raise training.UsageError(wrong_classes(f"--teacher {run}", known, split.classes))
-        own = copy.copy(args)
-        own.points, own.augment = training.read_config(run).get("points"), False
-        own = load_checked(own, world).train
-        own = replace(own, labels=np.arange(len(labels)))
-        sets = data.batches(own, args.batch_size, training=False, workers=1, device=world.device)
-        total = data.steps(own, args.batch_size, training=False)
-        for batch in training.watch("teacher", sets, total):
-            with world.autocast():
-                logits = model.to(world.device)(batch.x, batch.mask).float()
-            labels[batch.label] += logits.softmax(-1) / len(runs)
-    return labels / 2
 
 
 def start_in_units(model, x, mask):
@@ -365,8 +323,10 @@ def draw_page(path, args, model, split, test):
 def evaluate_only(args):
     world = training.connect(args)
     splits = load_checked(args, world)
-    if list(splits.test.classes) != (known := class_names(args.load, args.data)):
-        raise training.UsageError(wrong_classes(f"--load {args.load}", known, splits.test.classes))
+    if list(splits.test.classes) != (known := class_names(args)):
+        names = (", ".join(classes)[:50] for classes in (known, splits.test.classes))
+        fault = "classes {}, but the sets are of {}".format(*names)
+        raise training.UsageError(f"--load {args.load}: a model of the {fault}")
     model = make_model(args, splits.test)
     (training.load_last if args.last else training.load_best)(model, args.load)
     model.to(world.device).eval()
@@ -386,7 +346,7 @@ def score(args):
     """--score PATH: a CSV with the probability of each class for every set there."""
     world, model = training.connect(args), load_model(args)
     split = data.load_all(args.score, args.data, points=points(args), **options.own_data(args))
-    classes = class_names(args.load, args.data)
+    classes = class_names(args)
     if split.dim != model.in_dim:
         raise training.UsageError(
             f"--score {args.score}: {split.dim}-D, the model {model.in_dim}-D"
@@ -410,20 +370,16 @@ def score(args):
 
 def load_model(args):
     """The trained classifier of --load RUN."""
-    return training.load_model("--load", args.load, exnode.load, CLASSIFIERS, "of a classifier")
+    kinds = exnode.SetClassifier, DeepSets, SetTransformer
+    return training.load_model("--load", args.load, exnode.load, kinds, "of a classifier")
 
 
-def class_names(run, usual):
+def class_names(args):
     """The names of a run's classes: those in its sets.json, or of the data that it names."""
-    if found := training.read_sets(run):
+    if found := training.read_sets(args.load):
         return list(found["sizes"])
-    config = training.read_config(run)
-    return list(data.class_names(config.get("data", usual), "classify", config.get("category")))
-
-
-def wrong_classes(run, known, wanted):
-    known, wanted = (", ".join(classes)[:50] for classes in (known, wanted))
-    return f"{run}: a model of the classes {known}, but the sets are of {wanted}"
+    config = training.read_config(args.load)
+    return list(data.class_names(config.get("data", args.data), "classify", config.get("category")))
 
 
 def main(argv=None):

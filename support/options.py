@@ -177,13 +177,11 @@ def configuration(args):
 
 
 def relative(text):
-    """Paths in or beside the project's folder, as seen from there; any other text as it is."""
+    """A path in or beside the project's folder, as seen from there; any other text as it is."""
     option, equals, where = text.rpartition("=") if text.startswith("--") else ("", "", text)
-    parts = where.split(",")  # --teacher has several
-    for i, part in enumerate(parts):
-        if os.path.isabs(part) and Path(part).is_relative_to(PROJECT.parent):
-            parts[i] = Path(os.path.relpath(part, PROJECT)).as_posix()
-    return option + equals + ",".join(parts)
+    if os.path.isabs(where) and Path(where).is_relative_to(PROJECT.parent):
+        where = Path(os.path.relpath(where, PROJECT)).as_posix()
+    return option + equals + where
 
 
 def read_text(path, size=None):

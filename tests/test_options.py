@@ -84,7 +84,6 @@ def test_paths_beside_the_project_are_kept_relative_to_it():
     assert options.relative(str(project / "runs" / "x")) == "runs/x"
     assert options.relative(str(project.parent / "data")) == "../data"
     assert options.relative(f"--out={project}/runs/x") == "--out=runs/x"
-    assert options.relative(f"{project}/runs/x,{project}/runs/y,z") == "runs/x,runs/y,z"
     for text in ("runs/x", "--lr", "chair", "/elsewhere/x", ""):
         assert options.relative(text) == text
     args = train_cls.parse([])

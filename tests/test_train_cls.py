@@ -253,52 +253,6 @@ def test_a_run_in_stages_resumes_to_the_same_numbers_and_can_be_evaluated(staged
     assert (code, err.count("\n")) == (2, 1)
 
 
-# ------------------------------------------------------------------------------------- taught
-def test_labels_by_teachers_are_half_the_class_and_half_what_they_say_of_their_own_points(
-    whole, staged
-):
-    runs = whole[0], staged[0] / "seed0"
-    args = train_cls.parse(["--points", "3", "--teacher", ",".join(map(str, runs)), "--augment"])
-    split = train_cls.load_sets(args).train
-    labels = train_cls.taught(args, training.World(torch.device("cpu")))
-    few = data.load(task="classify", points=6).train.some(50)  # as both runs had, not augmented
-    assert set(few.index) <= set(split.index)
-    x, _, label, *_ = few.batch()
-    with torch.no_grad():
-        says = [exnode.load(run)(x).softmax(-1) for run in runs]
-    assert (says[0] - says[1]).abs().max() > 0.1
-    wanted = torch.eye(len(few.classes))[label] / 2 + sum(says) / 4
-    torch.testing.assert_close(labels[few.index], wanted)
-
-
-def test_a_run_with_a_teacher_learns_from_its_labels(whole, tmp_path, monkeypatch):
-    how = [*SMALL, "--out", str(tmp_path / "run")]
-    taught = train_cls.taught
-    nothing = lambda *given: torch.full_like(taught(*given), 1 / 6)  # noqa: E731
-    results = train_cls.main([*how, "--teacher", str(whole[0])])
-    assert results["test"]["accuracy"] > 0.5
-    assert results["config"]["teacher"] == str(whole[0])
-    monkeypatch.setattr(train_cls, "taught", nothing)
-    how[-1] = str(tmp_path / "untaught")
-    assert train_cls.main([*how, "--teacher", str(whole[0])])["test"]["accuracy"] < 0.4
-
-
-def test_a_teacher_that_does_not_fit_is_one_line(whole, own, tmp_path, capsys):
-    how = [*SMALL, "--out", tmp_path / "run", "--teacher"]
-    cases = {
-        (whole[0], "--category", "chair,vase"): "the sets are of chair, vase",
-        (own[0] / "run",): "a model of the classes a, b, c",
-        ("/nowhere",): "/nowhere",
-    }
-    for options, words in cases.items():
-        code, err = run_here(capsys, *how, *options)
-        assert (code, err.count("\n")) == (2, 1), err
-        assert "--teacher" in err
-        assert words in err
-    code, err = run_here(capsys, "--load", whole[0], "--evaluate", "--teacher", whole[0])
-    assert (code, err.count("\n")) == (2, 1)
-
-
 # --------------------------------------------------------------------------------- in bfloat16
 def test_amp_trains_and_tests_in_bfloat16(tmp_path, monkeypatch):
     monkeypatch.setattr("support.processes.has_bfloat16", lambda device: True)  # or emulated
