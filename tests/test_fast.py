@@ -8,7 +8,7 @@ from test_sets import F32, F64, SEEDS, close, draw_mask
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from beyond.fast import FastAttentionField, FastDeepSetsField
-from sets import AttentionField, DeepSetsField, PointNorm
+from sets import AttentionField, DeepSetsField, PointNorm, attend, attend_in_parts
 
 HIDDEN = st.sampled_from([(6,), (8, 6), (8, 7, 6)])
 TIMES = st.sampled_from(["number", "one", "each"])
@@ -134,6 +134,18 @@ def test_under_autocast_fields_and_gradients_are_right_but_for_rounding(name, ma
     for field in (plain, fast):
         for found, wanted in zip(value_and_gradients(field, True), exact):
             assert 0 < (found - wanted).norm() < 0.02 * wanted.norm()
+
+
+@given(
+    st.lists(st.integers(1, 3), max_size=2), st.integers(1, 5), st.integers(1, 400), st.booleans()
+)
+def test_attention_in_parts_is_that_of_all_sets_at_once(batch, n, cached, masked):
+    q, k, v = (torch.randn(*batch, 2, m, 3, dtype=F64) for m in (4, n, n))
+    mask = draw_mask((*batch, n)) if masked else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sets.CACHED", cached)
+        found = attend_in_parts(q, k, v, mask)
+    torch.testing.assert_close(found, attend(q, k, v, mask))
 
 
 def test_under_autocast_masked_batch_normalisation_sums_in_float32():
