@@ -50,7 +50,7 @@ import torch
 
 import data
 import exnode
-from beyond.likelihood import in_one_step, sampled_log_prob
+from beyond.likelihood import sampled_log_prob
 from beyond.matching import COUPLINGS, in_proportion, matching_loss, start_at_scale
 from sets import count
 from solvers import SolverError, Stats
@@ -300,9 +300,8 @@ def solver_error(args, model, split, world):
     """
     if args.method == "dopri5" and args.tolerance <= 1e-5:
         return 0.0
-    few, block = split.some(CHECKED_SETS), model.blocks[0]
-    solver = in_one_step(block.solver, block.t1) if args.trace == "sampled" else block.solver
-    found = [log_probs(args, model, few, world, how) for how in (solver, dopri5(1e-5))]
+    few, solvers = split.some(CHECKED_SETS), (model.blocks[0].solver, dopri5(1e-5))
+    found = [log_probs(args, model, few, world, solver) for solver in solvers]
     error = np.abs(found[0] - found[1]).mean().item()
     if error > 1e-3:
         way = "a smaller --tolerance" if args.method == "dopri5" else "--method dopri5"

@@ -1,7 +1,5 @@
 """beyond/likelihood.py: the sampled trace against the integral that it estimates."""
 
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +8,6 @@ from test_exnode import make_flow, seeded
 
 from beyond import likelihood
 from beyond.likelihood import even_draws, sampled_log_prob
-from solvers import Stats
 
 TIGHT = {"method": "dopri5", "rtol": 1e-6, "atol": 1e-6, "options": None}
 
@@ -65,20 +62,6 @@ def test_the_gradient_of_a_sampled_log_density_has_the_mean_of_the_exact_one():
     (found, error), exact = in_calls(sampled, x), gradient(flow.log_prob(x))
     assert ((found - exact).abs() < 4.5 * error + 1e-9).all()
     assert (found - exact).norm() < 0.2 * exact.norm()
-
-
-def test_a_span_takes_one_step_unless_its_error_estimate_forbids_it(monkeypatch):
-    solve, x = likelihood.ode_solve, drawn(False)[0]
-    for tolerance, one in ((1e-1, True), (1e-9, False)):
-        how, stats = {**TIGHT, "rtol": tolerance, "atol": tolerance}, Stats()
-        monkeypatch.setattr(likelihood, "ode_solve", partial(solve, stats=stats))
-        flow = make_flow(time=True, **how)
-        sampled_log_prob(flow, x)
-        spans = 2 * len(flow.blocks)  # before and after the time of the trace
-        assert (stats.accepted == spans) == one
-        assert (stats.nfe == 7 * spans) == one
-    rk4 = {"method": "rk4", "options": {"step_size": 0.1}}
-    assert likelihood.in_one_step(rk4, 0.5) == rk4
 
 
 def test_solving_takes_no_tangents(monkeypatch):
