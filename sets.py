@@ -34,7 +34,6 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Widths = int | Sequence[int]  # of hidden layers
-CACHED = 2**20  # attention weights in bfloat16 that a core's cache holds
 
 # -------------------------------------------------------------------------- what a person may give
 
@@ -145,19 +144,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
     """A v = softmax(q kᵀ / √h) v over the points that exist; over all in a set without points."""
     if q.dtype == torch.bfloat16 and q.device.type == "cpu":  # torch's fused kernel is slower there
         with torch.autocast("cpu", enabled=False):
-            return attend_in_parts(q, k, v, mask)
+            return attention_weights(q, k, mask) @ v
     if mask is not None:
         mask = (mask | ~mask.any(-1, keepdim=True))[..., None, None, :]
     return F.scaled_dot_product_attention(q, k, v, mask)
-
-
-def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """A v of a few sets at a time, whose weights A stay in a core's cache."""
-    few = max(CACHED // (q.shape[-3] * q.shape[-2] * k.shape[-2]), 1)
-    parts = [a.reshape(-1, *a.shape[-3:]).split(few) for a in (q, k, v)]
-    masks = [None] * len(parts[0]) if mask is None else mask.reshape(-1, mask.shape[-1]).split(few)
-    found = [attention_weights(q, k, m) @ v for q, k, v, m in zip(*parts, masks)]
-    return torch.cat(found).view(*q.shape[:-1], -1)
 
 
 def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -320,6 +310,7 @@ class AttentionField(ExactField):
     """f(x) = W tanh(q + A v) + b,  A = softmax(q kᵀ / √h), q, k, v = networks of x; in heads."""
 
     network = PointNetwork
+    attend = staticmethod(attend)
     attend_with_tangents = staticmethod(attend_with_tangents)
 
     def __init__(
@@ -334,7 +325,7 @@ class AttentionField(ExactField):
     def forward(self, t, x, mask=None, context=None):
         x, extra = self.inputs(t, x, mask, context)
         q, k, v = (split_heads(net(x, extra), self.heads) for net in (self.q, self.k, self.v))
-        return keep(self.out(torch.tanh(merge_heads(q + attend(q, k, v, mask)))), mask)
+        return keep(self.out(torch.tanh(merge_heads(q + self.attend(q, k, v, mask)))), mask)
 
     def value_and_jvp(self, t, x, e, mask=None, context=None, own=False):
         """f and W δy,  y = tanh(q + r), r = A v."""

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from test_sets import F32, F64, SEEDS, close, draw_mask
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from beyond.fast import FastAttentionField, FastDeepSetsField
-from sets import AttentionField, DeepSetsField, PointNorm, attend, attend_in_parts
+from beyond.fast import FastAttentionField, FastDeepSetsField, attend_in_parts
+from sets import AttentionField, DeepSetsField, PointNorm, attend
 
 HIDDEN = st.sampled_from([(6,), (8, 6), (8, 7, 6)])
 TIMES = st.sampled_from(["number", "one", "each"])
@@ -143,7 +143,7 @@ def test_attention_in_parts_is_that_of_all_sets_at_once(batch, n, cached, masked
     q, k, v = (torch.randn(*batch, 2, m, 3, dtype=F64) for m in (4, n, n))
     mask = draw_mask((*batch, n)) if masked else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sets.CACHED", cached)
+        patch.setattr("beyond.fast.CACHED", cached)
         found = attend_in_parts(q, k, v, mask)
     torch.testing.assert_close(found, attend(q, k, v, mask))
 
