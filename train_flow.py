@@ -52,6 +52,7 @@ import data
 import exnode
 from beyond.likelihood import sampled_log_prob
 from beyond.matching import COUPLINGS, in_proportion, matching_loss, start_at_scale
+from beyond.transformer import deepen
 from sets import count
 from solvers import SolverError, Stats
 from support import metrics, models, options, training
@@ -138,7 +139,10 @@ def parse(argv=None):
     choices = ("likelihood", "matching")
     add("--objective", choices=choices, default="likelihood", help=help)
     help = "Start from the best weights of a RUN, whose data and model, and for matching"
-    help += " --coupling, --finest and --spare, are then the defaults; units of data stay RUN's."
+    help += (
+        " --coupling, --finest and --spare, are then the defaults; units of data stay RUN's; more"
+    )
+    help += " layers (--hidden) of a transformer begin as the identity."
     add("--finetune", type=options.path, metavar="RUN", help=help)
     help = "Let a transformer in one block also see near neighbours, at the scale of the noise: for"
     add("--fine", action="store_true", help=f"{help} shapes with flat parts.")
@@ -377,9 +381,9 @@ def train(args, world):
 def start(args, model, train):
     """Weights of --finetune, or data in units of their own, for matching and for own sets."""
     if args.finetune:
-        known = training.read_config(args.finetune).get("fine")
-        new = [] if known else ["blocks.0.field.fine."]  # starts without effect
-        training.load_best(model, args.finetune, new)
+        before = training.read_config(args.finetune)
+        new = [] if before.get("fine") else ["blocks.0.field.fine."]  # starts without effect
+        training.load_best(model, args.finetune, new + deepen(model, len(before["hidden"])))
     elif args.objective == "matching" or args.data not in data.NAMES:
         try:
             model.standardise(*train.batch(UNIT_SETS)[:2])

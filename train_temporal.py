@@ -64,6 +64,7 @@ import data
 import exnode
 from beyond import prior
 from beyond.matching import COUPLINGS, Moments, temporal_matching_loss
+from beyond.transformer import deepen
 from solvers import SolverError
 from support import models, options, series, series_pictures, series_runs, series_scores, training
 from support.series import count_points, generator, is_own
@@ -126,7 +127,10 @@ def parse(argv=None):
     help = "What training maximises or fits; matching trains the decoder without a solver."
     add("--objective", choices=("elbo", "matching"), default="elbo", help=help)
     help = "Start from the best weights of a RUN, whose data and model options are the defaults;"
-    help += " with another --decoder or --hidden, from those of the encoder and the latent ODE."
+    help += (
+        " with another --decoder or --hidden, from those of the encoder and the latent ODE; more"
+    )
+    help += " layers of a transformer begin as the identity."
     add("--finetune", type=options.path, metavar="RUN", help=help)
     help = "Prior of z: normal, the paper's, or a flow that is fitted after training; if not given,"
     help += " that of the run, or normal."
@@ -359,10 +363,12 @@ def start(args, model, train):
     fresh = True
     if args.finetune:
         before = training.read_config(args.finetune)
-        fresh = any(before[name] != getattr(args, name) for name in ("decoder", "hidden"))
-        new = ("decoder.",) if fresh else ()
+        known, transformer = before["hidden"], args.decoder == "transformer"
+        longer = transformer and args.hidden[: len(known)] == known  # or as long
+        fresh = before["decoder"] != args.decoder or not (longer or args.hidden == known)
+        new = ["decoder."] if fresh else ["decoder." + n for n in deepen(model.decoder, len(known))]
         if bool(before.get("moments")) != bool(args.moments):
-            new += ("moments.",)
+            new.append("moments.")
         training.load_best(model, args.finetune, new)
     if fresh and (args.objective == "matching" or is_own(args)):
         batch = train.batch(UNIT_SERIES)

@@ -71,6 +71,10 @@ class TransformerLayer(nn.Module):
         self.qkv, self.merge = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.widen, self.narrow = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
+    def start_as_identity(self):
+        for linear in (self.merge, self.narrow):
+            nn.init.zeros_(linear.weight), nn.init.zeros_(linear.bias)
+
     def forward(self, h, place, extra, mask=None):
         scale, shift, scale2, shift2 = self.condition(extra).chunk(4, -1)
         y = torch.addcmul(shift, self.norms[0](h), 1 + scale)
@@ -214,3 +218,14 @@ class TransformerField(Field):
             h, dh = layer.with_tangents(h, dh, place, dplace, extra, mask)
         h, dh = norm_with_tangents(self.norm, h, dh)
         return keep(self.out(h), mask), keep(dh @ self.out.weight.T, mask)
+
+
+def deepen(flow, known):
+    """Let a transformer's layers beyond the first `known` begin as the identity; their names."""
+    names = []
+    for i, block in enumerate(flow.blocks):
+        layers = block.field.layers if isinstance(block.field, TransformerField) else []
+        for k, layer in list(enumerate(layers))[known:]:
+            layer.start_as_identity()
+            names.append(f"blocks.{i}.field.layers.{k}.")
+    return names

@@ -234,7 +234,7 @@ def test_a_transformer_trains_by_muon_with_clipping_and_several_probes(tmp_path)
     assert table[2]["loss"] < 0.97 * table[1]["loss"]
     assert results["test"]["trace"] == "hutchinson"
     json.loads((tmp_path / "run" / "results.json").read_text(), parse_constant=pytest.fail)
-    fine = ["--finetune", str(tmp_path / "run"), "--fine", *options[:2]]
+    fine = ["--finetune", str(tmp_path / "run"), "--fine", "--hidden", "64,64", *options[:2]]
     fine += [*options[10:], "--epochs", "1"]
     config = train_flow.main([*fine, "--out", str(tmp_path / "fine")])["config"]
     table = lines(tmp_path / "fine")
@@ -242,6 +242,7 @@ def test_a_transformer_trains_by_muon_with_clipping_and_several_probes(tmp_path)
     assert table[0]["valid_ppll"] == pytest.approx(results["best"], abs=2e-3)
     state = training.read_checkpoint(tmp_path / "fine" / "last.pt")["model"]
     assert state["blocks.0.field.fine.out.weight"].any()
+    assert state["blocks.0.field.layers.1.merge.weight"].any()
     sets = train_flow.main(["--load", str(tmp_path / "fine"), "--sample", "2"])["samples"]
     assert sets.isfinite().all()
 

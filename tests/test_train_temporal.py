@@ -563,9 +563,10 @@ def test_finetuning_starts_from_a_run_and_changes_what_it_is_told(runs, tmp_path
     assert lines(out)[0]["valid_kl"] == pytest.approx(best["valid_kl"], rel=0.5)
     assert lines(out)[0]["valid_log_likelihood"] != pytest.approx(best["valid_log_likelihood"])
     best = training.read_checkpoint(out / "best.pt")["metrics"]["valid_elbo"]
-    for name, moments in (("kept", "5"), ("dropped", "0")):  # a head of moments, or none
-        how[-1] = str(tmp_path / name)
-        train_temporal.main(["--finetune", str(out), *how, "--moments", moments])
+    for name, moments, hidden in (("kept", "5", "16,16"), ("dropped", "0", "16")):
+        how[-1] = str(tmp_path / name)  # a head of moments, or none; one layer more, or none
+        options = ["--finetune", str(out), *how, "--moments", moments, "--hidden", hidden]
+        train_temporal.main(options)
         assert lines(tmp_path / name)[0]["valid_elbo"] == pytest.approx(best)
     assert lines(tmp_path / "kept")[1]["loss"] > lines(tmp_path / "dropped")[1]["loss"] + 0.1
     args = train_temporal.parse(["--finetune", str(out), *how, "--moments", "5"])

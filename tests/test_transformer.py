@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from test_sets import F64, SEEDS, close, draw_mask
 from torch import nn
 
-from beyond.transformer import FineView, TransformerField, near
+from beyond.transformer import FineView, TransformerField, deepen, near
+from exnode import SetFlow
 from sets import split_heads
 
 
@@ -42,6 +43,26 @@ def test_a_fine_view_sees_the_others_along_each_axis_and_around_a_point(dim, n, 
         for k, power in enumerate((u, u * u)):
             wanted = torch.einsum("bij,bijd->bid", weights, power)
             close(seen[:, :, head, k][mask], wanted[mask], 1e-8)
+
+
+def transformer_flow(layers):
+    return SetFlow(2, 2, field=lambda dim, context: TransformerField(dim, 8, layers, 2, context))
+
+
+@given(SEEDS, st.integers(1, 2), st.integers(0, 2))
+def test_layers_that_are_added_change_nothing_at_first_and_then_learn(seed, known, more):
+    torch.manual_seed(seed)
+    short, long = transformer_flow(known).double(), transformer_flow(known + more).double()
+    names = deepen(long, known)
+    found = long.load_state_dict(short.state_dict(), strict=False)
+    assert not found.unexpected_keys
+    assert len(names) == 2 * more  # of two blocks
+    assert all(key.startswith(tuple(names)) for key in found.missing_keys)
+    x, t = torch.randn(3, 4, 2, dtype=F64), torch.tensor(0.3, dtype=F64)
+    for a, b in zip(short.blocks, long.blocks):
+        close(b.field(t, x), a.field(t, x), 1e-12)
+        b.field(t, x).square().sum().backward()
+        assert all(layer.narrow.weight.grad.any() for layer in b.field.layers)
 
 
 @pytest.mark.parametrize(
