@@ -139,10 +139,8 @@ def parse(argv=None):
     choices = ("likelihood", "matching")
     add("--objective", choices=choices, default="likelihood", help=help)
     help = "Start from the best weights of a RUN, whose data and model, and for matching"
-    help += (
-        " --coupling, --finest and --spare, are then the defaults; units of data stay RUN's; more"
-    )
-    help += " layers (--hidden) of a transformer begin as the identity."
+    help += " --coupling, --finest and --spare, are then the defaults; units of data stay RUN's."
+    help += " More layers (--hidden) of a transformer begin as the identity."
     add("--finetune", type=options.path, metavar="RUN", help=help)
     help = "Let a transformer in one block also see near neighbours, at the scale of the noise: for"
     add("--fine", action="store_true", help=f"{help} shapes with flat parts.")

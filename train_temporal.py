@@ -127,10 +127,8 @@ def parse(argv=None):
     help = "What training maximises or fits; matching trains the decoder without a solver."
     add("--objective", choices=("elbo", "matching"), default="elbo", help=help)
     help = "Start from the best weights of a RUN, whose data and model options are the defaults;"
-    help += (
-        " with another --decoder or --hidden, from those of the encoder and the latent ODE; more"
-    )
-    help += " layers of a transformer begin as the identity."
+    help += " with another --decoder or --hidden, from those of the encoder and the latent ODE."
+    help += " More layers of a transformer begin as the identity."
     add("--finetune", type=options.path, metavar="RUN", help=help)
     help = "Prior of z: normal, the paper's, or a flow that is fitted after training; if not given,"
     help += " that of the run, or normal."

@@ -3,6 +3,7 @@
     TransformerField    residual attention layers that read t and the context
     near                their attention begins by looking at near points
     FineView            flat parts of shapes, at the scale of the noise
+    deepen              more layers for a trained one, which begin as the identity
 
 x is `(..., n, d)`, mask `(..., n)`, context `(..., c)` and t as in `sets.py`. Tangents of h are
 dh `(p, ..., n, w)`.
@@ -72,6 +73,7 @@ class TransformerLayer(nn.Module):
         self.widen, self.narrow = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def start_as_identity(self):
+        """Let both branches add nothing to h at first."""
         for linear in (self.merge, self.narrow):
             nn.init.zeros_(linear.weight), nn.init.zeros_(linear.bias)
 
