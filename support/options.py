@@ -24,6 +24,7 @@ PLACES = (  # where, and what is done beside training: not kept, and may change 
     "reconstruct", "fit_prior", "at", "score", "label", "context", "recipe",
 )  # fmt: skip
 DATA = ("data", "columns", "skip_bad", "noise")  # which sets, and how they are read
+TESTED = ("test_sets", "test_series")  # how much a test reads: that of a run is not the next one's
 DELETED = ("mix", "random_times")  # options that a run from before may have in its config.json
 
 
@@ -143,7 +144,7 @@ def shared(description, name, epochs, batch_size, every=None):
     add("--schedule", choices=SCHEDULES, default="halve", help=help)
     help = "Decay of an average of the weights, which is then evaluated and kept; 0 for none."
     add("--ema", type=number(float, 0, below=1), default=0.0, help=help)
-    help = "A finished run to work with; its options are the defaults."
+    help = "A finished run to work with; its options are the defaults, but for the size of a test."
     parser.group("from a finished run")("--load", type=path, metavar="RUN", help=help)
     return parser
 
@@ -310,9 +311,10 @@ def goes_on(args):
 
 
 def parse_finished(run, parser, argv, more=()):
-    """The options of a finished run, but for what argv says; --out is the run."""
+    """The options of a finished run, but for TESTED and for what argv says; --out is the run."""
     parser.set_defaults(out=run)
-    args = parse_as_in(run, parser, argv)
+    known = vars(parser.parse_args(argv)).keys()
+    args = parse_as_in(run, parser, argv, [name for name in known if name not in TESTED])
     names = ("resume", "epochs", "minutes", "optimizer", "lr", "schedule", "ema", "every", "runs")
     refuse(parser, args, (*names, *more), "is for training, not for --load")
     return args

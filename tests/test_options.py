@@ -47,6 +47,17 @@ def test_what_says_where_to_write_is_not_read_from_a_file(name, tmp_path):
     assert "elsewhere" not in str(vars(args))
 
 
+@pytest.mark.parametrize(("script", "name", "usual"), [
+    (train_flow, "test_sets", None), (train_temporal, "test_series", 1000),
+])  # fmt: skip
+def test_how_much_a_test_reads_is_not_that_of_the_run(script, name, usual, tmp_path):
+    args = script.parse([f"--{name.replace('_', '-')}", "2", "--points", "9"])
+    run = keep(tmp_path / "run", **options.configuration(args))
+    again = script.parse(["--load", run, "--evaluate"])
+    assert (getattr(again, name), again.points) == (usual, 9)
+    assert getattr(script.parse(["--resume", "--out", run]), name) == 2
+
+
 CRAFTED = [{"model": "foo"}, {"model": ["foo"]}, {"lr": "fast"}, {"lr": True}, {"lr": None}]
 CRAFTED += [{"points": -1}, {"points": {}}, {"points": 10**30}, {"category": {"a": 1}}]
 CRAFTED += [{"augment": 5}, {"seed": 1.5}, {"unknown": 1}, {"batch_size": []}, {"lr": float("nan")}]

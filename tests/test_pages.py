@@ -140,7 +140,7 @@ def test_a_flow_leaves_a_page_of_its_run_of_samples_and_of_an_evaluation(tmp_pat
     assert f"{out / 'view.html'}: open it in a browser" in capsys.readouterr().err
     load = ["--load", str(out), "--out", str(out)]
     train_flow.main([*load, "--sample", "7", "--path", "--label", "7"])
-    train_flow.main([*load, "--evaluate"])
+    train_flow.main([*load, "--evaluate", "--test-sets", "8"])
     for name in ("view", "evaluation"):
         counts, section = kinds(out / f"{name}.html")
         assert counts == {"real": 8, "sample": 8}
@@ -164,7 +164,7 @@ def test_series_leave_a_page_of_their_run_of_samples_and_of_reconstructions(tmp_
     train_temporal.main([*load, "--sample", "3", "--times", "0:1.5:0.25"])
     np.save(tmp_path / "mine.npy", sets(2, 3, 5, 2).numpy())
     train_temporal.main([*load, "--reconstruct", str(tmp_path / "mine.npy"), "--times", "0,0.3,2"])
-    train_temporal.main([*load, "--evaluate"])
+    train_temporal.main([*load, "--evaluate", "--test-series", "2"])
     for name in ("view", "evaluation"):
         counts, section = kinds(out / f"{name}.html")
         assert counts == {"true": 4, "model": 4, "sample": 8}

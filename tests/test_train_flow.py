@@ -205,7 +205,8 @@ def test_samples_of_matching_in_one_block_take_four_steps_of_rk4(runs):
 
 def test_two_processes_measure_what_one_does(runs):
     out, results = runs["matching"]
-    process = script("--load", out, "--evaluate", "--batch-size", "16", launcher=TWO_PROCESSES)
+    options = ("--load", out, "--evaluate", "--test-sets", "20", "--batch-size", "16")
+    process = script(*options, launcher=TWO_PROCESSES)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert f"test PPLL {results['test']['ppll']:.4f}" in err

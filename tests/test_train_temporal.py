@@ -25,8 +25,9 @@ from support import models, own_sets, series, series_scores, training
 from support.metrics import chamfer
 from support.pictures import COLOURS
 
+FEW = ["--test-series", "16"]
 TINY = ["--points", "6", "--times", "0,0.5,1", "--category", "1", "--hidden", "32,32"]
-TINY += ["--latent", "2", "--lr", "1e-2", "--valid-series", "16", "--test-series", "16"]
+TINY += ["--latent", "2", "--lr", "1e-2", "--valid-series", "16", *FEW]
 MATCHING = [*TINY, "--objective", "matching", "--match-times", "2", "--ema", "0.8"]
 MATCHING += ["--batch-size", "16", "--epochs", "12", "--kl", "0.4", "--lr", "3e-3", "--every", "48"]
 ELBO = [*TINY, "--trace", "exact", "--gradient", "checkpoint", "--batch-size", "16"]
@@ -277,8 +278,9 @@ def test_a_model_that_copies_scores_as_the_copy_and_near_the_floor_only_where_tr
 # ------------------------------------------------------------------------------- finished runs
 def test_a_finished_run_can_be_evaluated_again(runs):
     out, results = runs["matching"]
-    assert train_temporal.main(["--load", str(out), "--evaluate"])["test"] == results["test"]
-    other = train_temporal.main(["--load", str(out), "--evaluate", "--times", "0,0.3"])["test"]
+    assert train_temporal.main(["--load", str(out), "--evaluate", *FEW])["test"] == results["test"]
+    other = ["--load", str(out), "--evaluate", *FEW, "--times", "0,0.3"]
+    other = train_temporal.main(other)["test"]
     assert [row["t"] for row in other["at_times"]] == [0, 0.15, 0.3, 0.55, 0.8]
 
 
@@ -295,9 +297,10 @@ def fitted(run, tmp_path, monkeypatch):
 def test_a_prior_is_used_where_it_is_asked_for_and_nowhere_else(run, fitted, runs):
     names = {p.name for p in fitted.iterdir()} - {p.name for p in run.iterdir()}
     assert names == {"prior.pt"}
-    plain = train_temporal.main(["--load", str(fitted), "--evaluate"])
+    load = ["--load", str(fitted), "--evaluate", *FEW]
+    plain = train_temporal.main(load)
     assert plain["test"] == runs["matching"][1]["test"]
-    learned = train_temporal.main(["--load", str(fitted), "--evaluate", "--prior", "flow"])["test"]
+    learned = train_temporal.main([*load, "--prior", "flow"])["test"]
     assert (plain["test"]["prior"], learned["prior"]) == ("normal", "flow")
     assert learned["samples"]["prior"] == "flow"
     assert learned["chamfer"] == plain["test"]["chamfer"]  # of posterior means
@@ -318,7 +321,8 @@ def test_a_run_that_is_told_to_fits_its_prior_and_remembers_it(tmp_path, monkeyp
     results = train_temporal.main(options)
     assert results["test"]["prior"] == "flow"
     assert (out / "prior.pt").exists()
-    assert train_temporal.main(["--load", str(out), "--evaluate"])["test"] == results["test"]
+    again = train_temporal.main(["--load", str(out), "--evaluate", *FEW])
+    assert again["test"] == results["test"]
     model, plain = exnode.load(out), models.load(out, learned_prior=False)
     assert model.prior is not None
     assert plain.prior is None
@@ -481,7 +485,7 @@ def digits(tmp_path_factory):
 
 
 def test_a_classifier_of_upright_digits_reads_reconstructions(run, digits, capsys):
-    options = ["--load", str(run), "--evaluate", "--classifier", str(digits)]
+    options = ["--load", str(run), "--evaluate", *FEW, "--classifier", str(digits)]
     shares = train_temporal.main(options)["test"]["recognised"]
     assert all(0 <= v <= 1 for v in shares.values())
     err = capsys.readouterr().err
@@ -573,7 +577,7 @@ def test_finetuning_starts_from_a_run_and_changes_what_it_is_told(runs, tmp_path
     model, state = train_temporal.build(args, 2), training.read_checkpoint(out / "best.pt")["model"]
     train_temporal.start(args, model, None)
     assert model.moments.linear.weight.equal(state["moments.linear.weight"])
-    code, err = run_here(capsys, "--load", out, "--evaluate", "--test-series", "16")
+    code, err = run_here(capsys, "--load", out, "--evaluate", *FEW)
     assert code == 0, err
     for wrong in (["--load", before, "--evaluate"], ["--latent", "3"]):
         how[-1] = str(tmp_path / "wrong")
