@@ -1,6 +1,7 @@
 """Muon (Jordan et al., 2024): for a weight matrix, step along the nearest orthogonal matrix.
 
-    m ← μ m + (1 − μ) g,   W ← W − 10 lr √max(1, rows/columns) · U Vᵀ,   U S Vᵀ = g + μ (m − g)
+    m ← μ m + (1 − μ) g,   U S Vᵀ = g + μ (m − g)
+    W ← (1 − lr λ) W − 10 lr √max(1, rows/columns) · U Vᵀ
 
 All directions of the momentum advance alike, not only the few with large gradients. Vectors,
 matrices with a short side (the first and last layers) and with a long one (the GRU's, whose
@@ -25,8 +26,9 @@ def orthogonal(m):
 
 
 class Muon(torch.optim.Optimizer):
-    def __init__(self, params, lr=1e-3, momentum=0.95, betas=(0.9, 0.99), eps=1e-8):
-        super().__init__(params, {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps})
+    def __init__(self, params, lr=1e-3, momentum=0.95, betas=(0.9, 0.99), eps=1e-8, decay=0.0):
+        defaults = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "decay": decay}
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self):
@@ -39,11 +41,11 @@ class Muon(torch.optim.Optimizer):
                 else:
                     self.adam_step(p, self.state[p], **group)
 
-    def orthogonal_step(self, p, state, *, lr, momentum, **_):
+    def orthogonal_step(self, p, state, *, lr, momentum, decay=0.0, **_):
         m = state.setdefault("m", torch.zeros_like(p))
         m.lerp_(p.grad, 1 - momentum)
         size = 10 * lr * max(1, p.shape[0] / p.shape[1]) ** 0.5
-        p.sub_(size * orthogonal(torch.lerp(p.grad, m, momentum)))
+        p.mul_(1 - lr * decay).sub_(size * orthogonal(torch.lerp(p.grad, m, momentum)))
 
     def adam_step(self, p, state, *, lr, betas, eps, **_):
         m, v = (state.setdefault(name, torch.zeros_like(p)) for name in "mv")

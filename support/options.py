@@ -140,6 +140,8 @@ def shared(description, name, epochs, batch_size, every=None):
     add = parser.group("ours")
     help = "Optimiser; muon takes fewer steps, each slower."
     add("--optimizer", choices=OPTIMIZERS, default="adam", help=help)
+    help = "Decay λ of the weights that muon makes orthogonal steps for: W ← (1 − lr λ) W at each."
+    add("--decay", type=number(float, 0, below=100), default=0.0, help=help)
     help = "How the learning rate falls: halved in steps, as in the paper, or in one cycle."
     add("--schedule", choices=SCHEDULES, default="halve", help=help)
     help = "Decay of an average of the weights, which is then evaluated and kept; 0 for none."
@@ -315,6 +317,6 @@ def parse_finished(run, parser, argv, more=()):
     parser.set_defaults(out=run)
     known = vars(parser.parse_args(argv)).keys()
     args = parse_as_in(run, parser, argv, [name for name in known if name not in TESTED])
-    names = ("resume", "epochs", "minutes", "optimizer", "lr", "schedule", "ema", "every", "runs")
-    refuse(parser, args, (*names, *more), "is for training, not for --load")
+    names = ("resume", "epochs", "minutes", "optimizer", "lr", "decay", "schedule", "ema", "every")
+    refuse(parser, args, (*names, "runs", *more), "is for training, not for --load")
     return args

@@ -122,6 +122,8 @@ def begin(args, world, make, start, steps, intervals, groups=None):
     intervals     of the schedule "halve"
     groups        groups(model, lr): its parameters as an optimiser takes them; if None, all alike
     """
+    if args.decay and args.optimizer != "muon":
+        raise UsageError("argument --decay: only with --optimizer muon")
     check_size(make, world)
     seed(args.seed)
     model = make()
@@ -129,7 +131,8 @@ def begin(args, world, make, start, steps, intervals, groups=None):
         start(model)
     model.to(world.device)
     params = groups(model, args.lr) if groups else model.parameters()
-    optimizer = OPTIMIZERS[args.optimizer](params, lr=args.lr)
+    decay = {"decay": args.decay} if args.optimizer == "muon" else {}
+    optimizer = OPTIMIZERS[args.optimizer](params, lr=args.lr, **decay)
     settings = {"ema": args.ema, "every": args.every, "clip": getattr(args, "clip", None)}
     falling = schedule(args.schedule, intervals)
     return Run(args, world, model, optimizer, falling, steps, **settings)

@@ -48,6 +48,21 @@ def test_a_matrix_moves_by_ten_times_the_rate_in_every_direction(shape):
     assert (p * p.grad).sum() < 0
 
 
+def test_weights_decay_where_steps_are_orthogonal():
+    torch.manual_seed(0)
+    start = [torch.randn(SHORT, SHORT), torch.randn(SHORT)]
+    moved = []
+    for decay in (0.0, 2.0):
+        params = [torch.nn.Parameter(p.clone()) for p in start]
+        for p in params:
+            p.grad = p.detach().sin()
+        Muon(params, lr=0.01, decay=decay).step()
+        moved.append(params)
+    (plain, bias), (decayed, same) = moved
+    torch.testing.assert_close(plain - decayed, 0.01 * 2 * start[0])
+    assert torch.equal(bias, same)
+
+
 def test_it_fits_an_ill_conditioned_problem_in_fewer_steps_than_adam():
     torch.manual_seed(0)
     x = torch.randn(256, 64) * torch.logspace(0, -2, 64)
