@@ -3,10 +3,11 @@
     m ← μ m + (1 − μ) g,   U S Vᵀ = g + μ (m − g)
     W ← (1 − lr λ) W − 10 lr √max(1, rows/columns) · U Vᵀ
 
-All directions of the momentum advance alike, not only the few with large gradients. Vectors,
-matrices with a short side (the first and last layers) and with a long one (the GRU's, whose
-orthogonalisation took a third of a step) take Adam's step with lr. In short runs of our classifier
-it took about half of Adam's steps. torch.optim.Muon always computes U Vᵀ in bfloat16, which is slow
+All directions of the momentum advance alike, not only the few with large gradients. So does its
+noise: without the decay λ, weights grow for as long as they are trained. Vectors, matrices with
+a short side (the first and last layers) and with a long one (the GRU's, whose orthogonalisation
+took a third of a step) take Adam's step with lr, and no decay. In short runs of our classifier it
+took about half of Adam's steps. torch.optim.Muon always computes U Vᵀ in bfloat16, which is slow
 on most CPUs (here: under an autocast); and it leaves Adam's share to a second optimiser.
 """
 
