@@ -140,7 +140,8 @@ def shared(description, name, epochs, batch_size, every=None):
     add = parser.group("ours")
     help = "Optimiser; muon takes fewer steps, each slower."
     add("--optimizer", choices=OPTIMIZERS, default="adam", help=help)
-    help = "Decay λ of the weights that muon makes orthogonal steps for: W ← (1 − lr λ) W at each."
+    help = "Share of each matrix by which muon shrinks it at a step, times the learning rate; 0 for"
+    help += " none. 1 keeps attention soft in long runs."
     add("--decay", type=number(float, 0, below=100), default=0.0, help=help)
     help = "How the learning rate falls: halved in steps, as in the paper, or in one cycle."
     add("--schedule", choices=SCHEDULES, default="halve", help=help)
