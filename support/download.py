@@ -123,7 +123,8 @@ class Watch:
         self.thread.join()
         for s in self.sockets:
             s.close()
-        if self.slow and (kind is None or issubclass(kind, NETWORK)):
+        silent = kind is not None and issubclass(kind, TimeoutError)  # the socket's was first
+        if silent or (self.slow and (kind is None or issubclass(kind, NETWORK))):
             raise TimeoutError(f"fewer than {SLOWEST} bytes a second") from None
 
     def _look(self):
@@ -140,6 +141,8 @@ class Watch:
         """Some bytes of the body, none at its end."""
         try:
             piece = reply.read1(1 << 16)
+        except TimeoutError:
+            raise
         except OSError as e:
             raise ConnectionError(str(e)) from None
         self.bytes += len(piece)

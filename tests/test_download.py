@@ -329,6 +329,12 @@ def test_a_download_ends_in_one_printable_line_if_the_server(name):
         assert "fewer than 1000 bytes a second" in result["line"]
 
 
+@pytest.mark.parametrize("name", [name for name in attack_servers.SERVERS if "never" in name])
+def test_silence_is_said_alike_if_the_socket_notices_it_first(name, monkeypatch):
+    monkeypatch.setattr(download.Watch, "_look", lambda watch: watch.over.wait())
+    assert "fewer than 1000 bytes a second" in attack_servers.attack(name)["line"]
+
+
 def test_a_length_that_is_no_number_does_not_keep_a_good_file_out(tmp_path, monkeypatch):
     body = zip_tree(make_modelnet(tmp_path / "origin")).read_bytes()
     head = attack_servers.reply(b"", b"Content-Length: abc", length=False)
