@@ -42,7 +42,7 @@ class Muon(torch.optim.Optimizer):
                 else:
                     self.adam_step(p, self.state[p], **group)
 
-    def orthogonal_step(self, p, state, *, lr, momentum, decay=0.0, **_):
+    def orthogonal_step(self, p, state, *, lr, momentum, decay=0.0, **_):  # 0: older checkpoints
         m = state.setdefault("m", torch.zeros_like(p))
         m.lerp_(p.grad, 1 - momentum)
         size = 10 * lr * max(1, p.shape[0] / p.shape[1]) ** 0.5

@@ -123,8 +123,8 @@ class Watch:
         self.thread.join()
         for s in self.sockets:
             s.close()
-        silent = kind is not None and issubclass(kind, TimeoutError)  # the socket's was first
-        if silent or (self.slow and (kind is None or issubclass(kind, NETWORK))):
+        slow = self.slow or kind is TimeoutError  # the socket's own may come first
+        if slow and (kind is None or issubclass(kind, NETWORK)):
             raise TimeoutError(f"fewer than {SLOWEST} bytes a second") from None
 
     def _look(self):

@@ -214,14 +214,15 @@ def read_config(run):
     return {k: v for k, v in config.items() if k not in PLACES}
 
 
-def parse_as_in(run, parser, argv, names=None):
-    """The options, where those of a run directory are the defaults: all of them, or `names`."""
+def parse_as_in(run, parser, argv, names=None, without=()):
+    """The options, with those of a run as defaults: `names` of them, or all but `without`."""
     config = read_config(run)
     known = vars(parser.parse_args(argv)).keys()
     unknown = sorted(k for k, v in config.items() if v and k not in known and k not in DELETED)
     if unknown:
         raise UsageError(f"{run}: a run of another script; this one has no {', '.join(unknown)}")
-    config = {k: v for k, v in config.items() if k in (known if names is None else names)}
+    names = known - set(without) if names is None else names
+    config = {k: v for k, v in config.items() if k in names}
     if none := [k for k, v in config.items() if v is None and parser.get_default(k) is not None]:
         raise UsageError(f"{run}/config.json: no value for {', '.join(none)}")
     parser.reading = f"{run}/config.json"
@@ -316,8 +317,7 @@ def goes_on(args):
 def parse_finished(run, parser, argv, more=()):
     """The options of a finished run, but for TESTED and for what argv says; --out is the run."""
     parser.set_defaults(out=run)
-    known = vars(parser.parse_args(argv)).keys()
-    args = parse_as_in(run, parser, argv, [name for name in known if name not in TESTED])
+    args = parse_as_in(run, parser, argv, without=TESTED)
     names = ("resume", "epochs", "minutes", "optimizer", "lr", "decay", "schedule", "ema", "every")
     refuse(parser, args, (*names, "runs", *more), "is for training, not for --load")
     return args
